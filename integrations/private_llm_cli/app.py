@@ -7,7 +7,6 @@ nobody foresaw is one message and exit code 1. `private-llm --traceback COMMAND`
 """
 
 import re
-import shlex
 import sys
 import warnings
 from importlib import metadata
@@ -16,7 +15,7 @@ from typing import Annotated
 import typer
 
 from private_llm.config import VERSION, import_plugins
-from private_llm.errors import ConfigError, PrivateLLMError
+from private_llm.errors import PrivateLLMError
 from private_llm_cli.commands.calibrate import calibrate, diff
 from private_llm_cli.commands.certs import certs
 from private_llm_cli.commands.classify import classify
@@ -43,24 +42,6 @@ for command in (
     app.command(cls=Command)(command)
 app.add_typer(certs)
 app.add_typer(predictors)
-
-
-_STUDIES = ("cascade", "comet", "kernels", "mpcache", "pigeon", "wan")  # tables of papers that `bench` once made
-
-
-@app.command("bench", hidden=True, context_settings={"ignore_unknown_options": True})
-@app.command("kv-budget", hidden=True, context_settings={"ignore_unknown_options": True})
-def _moved(context: typer.Context, words: Annotated[list[str] | None, typer.Argument(hidden=True)] = None) -> None:
-    """In a checkout of the repository: python scripts/bench/run.py, or python scripts/long_context/kv_budget.py."""
-    given, name = list(words or []), context.info_name
-    script = "bench/run.py" if name == "bench" else "long_context/kv_budget.py"
-    for table in [word for word in given if name == "bench" and word in _STUDIES][:1]:
-        given.remove(table)
-        script = f"studies/bench_{table}.py"
-    raise ConfigError(
-        f"{name} moved: it is a script, which the installed package no longer contains. In a checkout of the "
-        f"repository run `python scripts/{shlex.join([script, *given])}` (--help lists its options)"
-    )
 
 
 def _show_version(value: bool) -> None:

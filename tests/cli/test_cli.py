@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from private_llm_cli.app import _STUDIES, main
+from private_llm_cli.app import main
 from private_llm_cli.commands.models import demo_model
 from transformers import OPTConfig, OPTForCausalLM
 
@@ -137,20 +137,6 @@ def test_doctor_measures(run: Run) -> None:
 )
 def test_mistakes_are_one_message(run: Run, arguments: tuple[str, ...], message: str) -> None:
     assert message in " ".join(run(*arguments, code=2).split())
-
-
-@pytest.mark.parametrize(
-    ("words", "script"),
-    [
-        ("bench relu opt-layer --json", "bench/run.py relu opt-layer --json"),
-        ("bench", "bench/run.py"),
-        *((f"bench {table} --tiny --json", f"studies/bench_{table}.py --tiny --json") for table in _STUDIES),
-    ],
-)
-def test_bench_says_where_it_moved_to(run: Run, words: str, script: str) -> None:
-    said = " ".join(run(*words.split(), code=2).split())
-    assert f"In a checkout of the repository run `python scripts/{script}`" in said
-    assert (ROOT / "scripts" / script.split()[0]).is_file()
 
 
 def test_an_interrupt_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,12 +57,6 @@ def test_what_cannot_be_measured_is_refused(run: Run, options: tuple[str, str], 
     assert message in " ".join(said.split())
 
 
-def test_the_command_of_old_says_where_it_went(run: Run) -> None:
-    for options in ((), ("folder", "--text", "text.txt"), ("--loss", "0.1", "--json")):
-        said = " ".join(run("kv-budget", *options, code=2).split())
-        assert "run `python scripts/long_context/kv_budget.py" in said
-
-
 @pytest.mark.parametrize(
     ("wanted", "positions", "length"), [(None, None, 1024), (None, 2048, 1024), (None, 512, 480), (480, 512, 480)]
 )
