@@ -14,8 +14,6 @@ so does a shifted ReLU where FC1 has a bias. The others need `load_relufied` (se
 install private-llm[train]``.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

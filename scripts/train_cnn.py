@@ -11,8 +11,6 @@ The network is saved as JSON and safetensors, which ``AutoPrivateModelForImageCl
 A data set needs a train and a test split (or part of train is held out), one image and one label column.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -13,8 +13,6 @@ machine, or one that was stopped (SIGSTOP) or killed and continued (``--resume``
 It needs ``pip install private-llm[train]`` and a torch that has ``torch.optim.Muon`` (2.9 or later).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -17,8 +17,6 @@ its first 2, 3, 4 and 8. A draft holds layers and embeddings of its target: whoe
 may not see it either. `--minutes` counts texts and training; it needs no packages beyond the library's own.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -88,7 +86,7 @@ class Clock:
         self._task = self._bar.add_task(what, total=1.0)
         self._what, self._told = what, 0.0
 
-    def __enter__(self) -> Clock:
+    def __enter__(self) -> "Clock":
         self._bar.start()
         return self
 

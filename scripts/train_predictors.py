@@ -12,8 +12,6 @@ from the input of attention which heads (Comet, section 4.1). This is `private-l
 It needs ``pip install private-llm[train]``, and ``[plot]`` for pictures.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every benchmark by name: how to make it, its usual shape, and a tiny one for tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Works on one transformer layer: HuggingFace's own module at the parties, with random weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -117,7 +115,7 @@ def layer_work(
     return Work(name, shape, inputs, prepare, truth, (1.0,), weights=shapes, adapt=adapt)
 
 
-def _plaintext(config: Mapping[str, Any], class_name: str, weights: Mapping[str, Tensor]) -> PreTrainedModel:
+def _plaintext(config: Mapping[str, Any], class_name: str, weights: Mapping[str, Tensor]) -> "PreTrainedModel":
     """The same model in float64 with PyTorch's own attention."""
     import transformers
 
@@ -170,7 +168,7 @@ def network(name: str, shape: Shape) -> WholeWork:
         logits: Tensor = model(asked.double())
         return logits
 
-    def plan() -> ForwardPlan:
+    def plan() -> "ForwardPlan":
         from private_llm_hf import ForwardPlan
 
         return ForwardPlan({"pixel_values": taken})

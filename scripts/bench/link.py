@@ -5,8 +5,6 @@ A link (one direction between two endpoints) sends one frame after the other at 
 cross each other cost one latency, as on a real full-duplex wire.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque
@@ -54,7 +52,7 @@ class SlowMesh(LocalMesh):
             self.free[link] = sent
         return sent
 
-    def transport(self, me: int) -> SlowTransport:
+    def transport(self, me: int) -> "SlowTransport":
         """The transport of endpoint `me`."""
         return SlowTransport(self, me)
 

@@ -8,8 +8,6 @@ With preprocessing apart (`--preprocess`), before each run the helping party (pa
 quad party 3) computes ahead and its receivers store what it sends; the run reads those stores while it is silent.
 """
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

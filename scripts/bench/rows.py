@@ -1,7 +1,5 @@
 """A benchmark row: what was run, how long it took, what it sent, how wrong it was, and on which machine."""
 
-from __future__ import annotations
-
 import statistics
 import subprocess
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ python scripts/bench/run.py lenet --bandwidth 1000 --latency 1    behind emulate
 python scripts/bench/run.py --tiny                     smallest shapes: does everything run?
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Options that the scripts of papers' tables share."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """The picture of `--plot`: what each party did in one run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a benchmark runs: secret inputs, what the parties do with them, and the float64 truth."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ the error is large (Lawson's algorithm), which tends to the smallest maximum err
 one after the other, the remaining ones refitted each time, and the integers polished by moves of one or two units.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

@@ -21,8 +21,6 @@ Everything is deterministic on one machine; linear algebra that rounds different
 quality, which `--check` accepts. Parties read the numbers from the file, so that all have the same.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import re

@@ -8,8 +8,6 @@ What holds on this text holds for text like it: tasks that look for one thing fa
 (docs/studies/kv-accuracy.md).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -124,7 +122,7 @@ def _default(length: int, base: MPCacheConfig | None) -> list[CachePolicy]:
     return made
 
 
-def _try(model: PreTrainedModel, prefill: Prefill, policy: CachePolicy, given: Tensor, full: Forced) -> Tried:
+def _try(model: PreTrainedModel, prefill: "Prefill", policy: CachePolicy, given: Tensor, full: "Forced") -> Tried:
     """The first place is the prompt's, and does not count."""
     found, counts = forced(model, prefill, policy, given), torch.ones_like(given, dtype=torch.bool)
     counts[:, 0] = False
@@ -157,7 +155,7 @@ class Forced:
 
 
 @torch.no_grad()
-def forced(model: Any, prefill: Prefill, policy: CachePolicy, given: Tensor) -> Forced:  # noqa: ANN401
+def forced(model: Any, prefill: "Prefill", policy: CachePolicy, given: Tensor) -> Forced:  # noqa: ANN401
     """Feed `given`, int64 [B, n], after the prompt, one token a call as generate() does; inside `policy_attention`.
 
     The first place is what the prompt itself predicts, whatever the policy.

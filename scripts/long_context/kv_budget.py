@@ -4,8 +4,6 @@ python scripts/long_context/kv_budget.py FOLDER --text text.txt --loss 0.02
 python scripts/long_context/kv_budget.py --tiny
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated

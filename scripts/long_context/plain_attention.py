@@ -7,8 +7,6 @@ Inside the context the model attends through `NAME`, to whatever cache it is giv
 after it, as before. What stays and what is attended to is decided by the cache (`plain_cache.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,7 +56,7 @@ class Scoring:
 class PlainKeys(Tensor):
     """Keys that know the layer of the cache that holds them. Operations on them give ordinary tensors."""
 
-    layer: PolicyLayer
+    layer: "PolicyLayer"
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 

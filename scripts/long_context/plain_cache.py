@@ -5,8 +5,6 @@ attends to (private_llm/kv_cache/policies/). Entries are dropped in each layer a
 falls layer by layer. To transformers the cache is as long as the text: lengths are positions.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -40,7 +38,7 @@ class PolicyLayer(PositionsLayer):
     model itself attends to a window here, so that everything stays, and nothing is chosen.
     """
 
-    def __init__(self, policy: CachePolicy, number: int, windowed: bool, leader: PolicyLayer | None) -> None:
+    def __init__(self, policy: CachePolicy, number: int, windowed: bool, leader: "PolicyLayer | None") -> None:
         self.policy, self.number, self.windowed, self.leader = policy, number, windowed, leader
         self.merged_heads = policy.merged_heads
         self.reset()

@@ -1,7 +1,5 @@
 """Windows of one text: a prompt, and what follows it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources

@@ -17,8 +17,6 @@ Needs Linux, root (or the right to make network namespaces), `ip` and `tc` (ipro
 changed, and they go away with the script.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -1,7 +1,5 @@
 """An extension of mkdocstrings: what a docstring says of each argument or field ("name: meaning.") becomes a list."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """What scripts that make pages share: a command line (write, compare, or show an outline), and where rows are from."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -8,8 +8,6 @@ A package lies one layer above the highest one that it imports from, so no arrow
 private_llm_hf lies above private_llm as a whole, since any part of it may import any of that.
 """
 
-from __future__ import annotations
-
 import ast
 import sys
 import textwrap

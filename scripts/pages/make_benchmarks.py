@@ -9,8 +9,6 @@ python scripts/pages/make_benchmarks.py --tables     only write the tables from 
 python scripts/pages/make_benchmarks.py --tiny       smallest shapes, written nowhere: does everything run?
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -10,8 +10,6 @@ of another version. `python scripts/studies/bench_mpcache.py --json --bandwidth 
 seconds.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

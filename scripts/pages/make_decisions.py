@@ -8,8 +8,6 @@ A page begins with `# Title` or `# NNN: Title`, has a line `Status: accepted.`, 
 withdrawn.` (more may follow on it), and at most MOST_LINES lines.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections import Counter
@@ -61,7 +59,7 @@ class Decision:
     status: str
 
     @classmethod
-    def read(cls, path: Path) -> Decision:
+    def read(cls, path: Path) -> "Decision":
         """Raises ValueError for a page without number, title or status, or with too many lines."""
         text = path.read_text(encoding="utf-8")
         number = re.match(r"(\d{3})-[\w-]+\.md$", path.name)

@@ -5,8 +5,6 @@ python scripts/pages/make_functions.py --check    is it that of the records?
 python scripts/pages/make_functions.py --tiny     print it
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from pathlib import Path

@@ -6,8 +6,6 @@ python scripts/pages/make_gpu.py --check      are the tables those of the rows?
 python scripts/pages/make_gpu.py --tiny       the same into no file: does everything run?
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

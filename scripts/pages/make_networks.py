@@ -11,8 +11,6 @@ python scripts/pages/make_networks.py --tiny                    smallest rows, w
 Figures of other systems stand in docs/networks-published.json, each with its source and what it differs in.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -7,8 +7,6 @@ chromedriver (Debian: apt install chromium chromium-driver). --tiny: the bundled
 goes to a temporary folder.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import tempfile

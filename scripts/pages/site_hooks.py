@@ -1,7 +1,5 @@
 """What mkdocs.yml adds to mkdocs: contents from docs/README.md, and files outside docs/ that pages link to."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Policies at one budget: settings with which a step attends to about the same share of the text under each."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable

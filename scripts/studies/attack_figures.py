@@ -7,8 +7,6 @@
 Searches beyond the limit are not run: their rows have the seconds that the measured rate predicts (`run` is false).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

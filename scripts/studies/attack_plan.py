@@ -19,8 +19,6 @@ all candidates, of a causal model after the true text so far; its texts are `--c
 `--encoder --tiny` attacks a small encoder with random weights on random tokens.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

@@ -6,8 +6,6 @@ python scripts/studies/bench_cascade.py --plot table.svg            with a pictu
 python scripts/studies/bench_cascade.py --tiny                      smallest models: does everything run?
 """
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -8,8 +8,6 @@ Nine of ten neurons are left out, and predictors are right, so both compute the 
 the values; how well a trained predictor predicts is another table (docs/studies/predictors.md).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial

@@ -16,8 +16,6 @@ is the time to the first. `ratio` is to the first way at the same latency; `roun
 took more than its first token alone, over all other tokens.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -11,8 +11,6 @@ One JSON object per line, as soon as it is known. A part that fails or takes too
 others follow, in a new process, because an error may leave the GPU unusable for this one. Exit status 1 if one failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

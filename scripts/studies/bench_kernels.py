@@ -9,8 +9,6 @@ all cores by the clock, in turns with one core. Products of listed rows of a wei
 whole weight, products with a mask that is made from its key stream with those of the mask in memory.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass

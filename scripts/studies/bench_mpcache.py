@@ -6,8 +6,6 @@ python scripts/studies/bench_mpcache.py --json --bandwidth 1000 --latency 0.1  b
 python scripts/studies/bench_mpcache.py --tiny                           smallest rows: does everything run?
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any

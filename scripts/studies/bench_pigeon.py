@@ -6,8 +6,6 @@ python scripts/studies/bench_pigeon.py --json      one row each; --plot table.sv
 python scripts/studies/bench_pigeon.py --tiny      smallest shapes: does everything run?
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Annotated

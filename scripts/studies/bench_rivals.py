@@ -9,8 +9,6 @@ default provider of correlated randomness (one of the two parties, which is not 
 would come on top of the bytes that are printed.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

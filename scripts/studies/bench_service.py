@@ -11,8 +11,6 @@ message between parties leaves `--latency` later than it was sent; clients are a
 `--planned` the helping party's part is done before the clock starts (`seconds_preprocessing`, `stored_bytes`).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

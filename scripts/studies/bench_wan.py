@@ -5,8 +5,6 @@ python scripts/studies/bench_wan.py --latency 20 --bandwidth 100  one network
 python scripts/studies/bench_wan.py --tiny                        the bundled model: does everything run?
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import scripts_folder  # noqa: F401 - finds `bench`

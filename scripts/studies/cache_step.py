@@ -11,8 +11,6 @@ products each at parties 0 and 1, one at party 2), in the same kernels. recorded
 as programs, otherwise as Python.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from dataclasses import replace

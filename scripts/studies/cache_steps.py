@@ -5,8 +5,6 @@ any prompt. Keys, values and queries are random. Layers that share choices run t
 on average.
 """
 
-from __future__ import annotations
-
 import statistics
 import threading
 import time

@@ -8,8 +8,6 @@ One JSON row a line. A ratio below its bar is measured again, three times in all
 disturbs it; the best one counts.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tomllib

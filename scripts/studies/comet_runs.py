@@ -1,7 +1,5 @@
 """What `comet_tables.py` counts: models of Comet's paper in protocols, dense and with its sparsity, each run once."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -9,8 +9,6 @@ out at each position. Times are the estimator's: one latency a round, the busies
 multiply-adds, one after the other.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 from collections import defaultdict

@@ -11,8 +11,6 @@ MPCFormer and SecFormer it is then distilled, as both papers do: all hidden stat
 layer by layer, then the logits. Some test sentences also run privately, to see that the emulation is what runs.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -9,8 +9,6 @@ Prompts are those of the bundled `prompts.txt` or of `--prompts`, one a line, no
 models are asked them as a user's turn.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -82,7 +80,7 @@ class Counted:
         self.passes += 1
         self.read += given["input_ids"].numel()
 
-    def __enter__(self) -> Counted:
+    def __enter__(self) -> "Counted":
         return self
 
     def __exit__(self, *_: object) -> None:

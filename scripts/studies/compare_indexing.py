@@ -9,8 +9,6 @@ machine; bytes are those over all links, a dealer's among them. The largest size
 one-hot way: seconds are those of all m at that rate, bytes and rounds are counted on meta tensors.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Mapping, Sequence

@@ -16,8 +16,6 @@ SpGEMM masks the operands of every product anew: of every wanted output (FC1), o
 where products are summed before the one exchange that each output needs).
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

@@ -9,8 +9,6 @@ of some runs; bytes are those over all links, by formula. A method whose bytes w
 is what the library runs; it supposes 1 Gbit/s, which is slower than memory.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Mapping, Sequence

@@ -15,8 +15,6 @@ comprehension while a party computes its part of a forward. Calls that stay in C
 seen. The figure depends on the versions of Python and the libraries, hardly on the machine, and not on its speed.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

@@ -1,7 +1,5 @@
 """Links with a latency between the parties of a service: what is sent leaves later, and the sender does not wait."""
 
-from __future__ import annotations
-
 import queue
 import socket
 import threading

@@ -8,8 +8,6 @@ A small OLMoE is trained on bytes of the bundled play with transformers' own los
 it; bytes and rounds are counted for one layer of OLMoE-1B-7B and of Qwen3-30B-A3B.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import math

@@ -7,8 +7,6 @@ python scripts/studies/extensions.py --tiny            the table without trying
 Tests and a line of docs come on top; docs/how-to-add.md says which.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What changed between rows of bench_gpu.py, as lines of a table."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ plain int64 multiplications) and with what `torch._int_mm` reaches at the same s
 (32 bits) digit products that the ring needs. TMAC/s are 10^12 multiply-adds a second.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -3,8 +3,6 @@
 All parties of trio compute on one GPU. Weights are random, sizes are the published ones.
 """
 
-from __future__ import annotations
-
 import gc
 import statistics
 import time

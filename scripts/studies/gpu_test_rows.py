@@ -1,7 +1,5 @@
 """Rows of bench_gpu.py about tests that behave differently with a GPU: several files at once, each in a process."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess

@@ -5,8 +5,6 @@ party's thread, every millisecond, by the line and the functions in which it sta
 come a little too often where a thread has just let go of it.
 """
 
-from __future__ import annotations
-
 import linecache
 import re
 import statistics
@@ -122,7 +120,7 @@ class Samples(threading.Thread):
         self.lines: Counter[str] = Counter()
         self._switch = sys.getswitchinterval()
 
-    def __enter__(self) -> Samples:
+    def __enter__(self) -> "Samples":
         sys.setswitchinterval(_PAUSE_S / 2)  # a thread that computes in Python lets this one look
         self.start()
         return self

@@ -17,8 +17,6 @@ rest token by token: of all tokens of the vocabulary it takes the one that makes
 Orders are drawn here; that the protocols open just these bits is shown in `tests/system/test_linked_orders.py`.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

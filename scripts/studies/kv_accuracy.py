@@ -14,8 +14,6 @@ predicts whatever the policy. `whole`: answers of which it predicts every token.
 there `same` is how often the most likely token is that of the full cache.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """Pictures and tables of the rows of kv_accuracy.py, after the figures and tables of arXiv 2501.06807."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path

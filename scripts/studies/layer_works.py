@@ -1,7 +1,5 @@
 """Works on one transformer layer that only papers' tables measure (see `bench.layers`)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
     from private_llm_hf.sparsity.price import PlannedSparsity
 
 
-def sparse_decode(shape: Shape, planned: PlannedSparsity) -> Work:
+def sparse_decode(shape: Shape, planned: "PlannedSparsity") -> Work:
     """opt-decode with predictors that leave out what is planned, and are right: no other neuron is active."""
     import transformers
     from private_llm_hf.models.sparse_blocks import KEY, sparse_blocks
@@ -37,7 +35,7 @@ def sparse_decode(shape: Shape, planned: PlannedSparsity) -> Work:
     return decode_work("opt-decode-sparse", shape, {**config, KEY: getattr(settings, KEY)}, adapt)
 
 
-def _chosen(block: SparseBlock) -> Tensor:
+def _chosen(block: "SparseBlock") -> Tensor:
     """Active units, as many as are budgeted and anywhere: bool [units]."""
     order = np.random.default_rng(5).permutation(block.units)
     return torch.from_numpy(order < block.budget)

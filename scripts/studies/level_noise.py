@@ -13,8 +13,6 @@ tokens, one of which was run, and sees the counts that were opened at one layer:
 text is the right one, least and most over layers.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass

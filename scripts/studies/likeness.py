@@ -3,8 +3,6 @@
 No model runs: everything is made from a prompt's keys and queries. The last `queries` queries stand for decode steps.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from pathlib import Path

@@ -11,8 +11,6 @@ forces a match, because no column fits. Orders are drawn here; that the protocol
 `tests/system/test_linked_orders.py`. The attack: `linked_orders.py`.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from contextlib import ExitStack

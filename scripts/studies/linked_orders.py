@@ -14,8 +14,6 @@ is how many neurons are active, which tells inputs apart as well, unless that co
 Who may see openings, and what each kind of order reveals: `private_llm/threat/computing.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -6,8 +6,6 @@ the end of the template, and the first words of the answer. Key-value recall and
 a chat template: their question is a few other lines, given again.
 """
 
-from __future__ import annotations
-
 import re
 import string
 import sys
@@ -127,7 +125,7 @@ def score(prompt: LongPrompt, text: str) -> float:
     return TASKS[prompt.task].metric(text, prompt.answer)
 
 
-def _tokens(tokenizer: Any, frame: PromptFrame, parts: _Parts, length: int, depth: float) -> tuple[int, ...]:  # noqa: ANN401
+def _tokens(tokenizer: Any, frame: "PromptFrame", parts: _Parts, length: int, depth: float) -> tuple[int, ...]:  # noqa: ANN401
     """The prompt, [length]. Raises ConfigError if it holds fewer lines besides the asked one than it must."""
     head, asked, question, opening = (
         token_ids(tokenizer, text) for text in (parts.head, parts.asked, parts.question, parts.opening)

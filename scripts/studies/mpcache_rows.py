@@ -11,8 +11,6 @@
 Bytes and rounds are exact and do not depend on values. Seconds are those of parties as threads of this process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -178,7 +176,7 @@ def _whole_layer(case: Case) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _of_pair(found: Estimate) -> Figures:
+def _of_pair(found: "Estimate") -> Figures:
     """Bytes and rounds of one of the two layers after the first two, on average."""
     pair = [layer for layer in found.layers() if layer.name.endswith((".2", ".3"))]
     return sum(layer.bytes_total for layer in pair) / 2, sum(layer.rounds for layer in pair) / 2

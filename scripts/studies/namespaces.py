@@ -5,8 +5,6 @@ namespaces), `ip` and `tc` (iproute2), `unshare` (util-linux). Nothing outside t
 away with the context.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -7,8 +7,6 @@ dummy weights, 5 fractional bits, truncation that may wrap, constant seeds, and 
 opened; Quad's with one instruction repaired that made it ten times slower on this processor. Bytes are over all links.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal

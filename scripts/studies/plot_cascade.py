@@ -1,7 +1,5 @@
 """The picture of bench_cascade.py: the busiest CompNode's time for each plan, and time against parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The picture of one token's time on a GPU, before and now, from rows of bench_gpu.py."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

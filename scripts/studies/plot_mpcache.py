@@ -1,7 +1,5 @@
 """Pictures of bench_mpcache.py: a token's bytes and seconds by policy, as MPCache's Figures 10, 11 and 13."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

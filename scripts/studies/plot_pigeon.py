@@ -1,7 +1,5 @@
 """The picture of bench_pigeon.py: seconds and megabytes of each row, with the aim and the C++ reference."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

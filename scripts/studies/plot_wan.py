@@ -1,7 +1,5 @@
 """The picture of bench_wan.py's rows: seconds for a further token over latency, other systems' figures beside."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -9,8 +9,6 @@ Prompts are answered greedily, one after the other, on both sides. The text is t
 WikiText-2's test split; both sides read it with the true tokens before each position (teacher forcing).
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import subprocess

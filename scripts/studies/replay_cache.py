@@ -17,8 +17,6 @@ heads' entries for the new token), and of both. `per entry` and `per head` diffe
 and value, or all that a head lacks. `prefetch` follows the paper's rule, `twice` asks for twice as many misses.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 from collections.abc import Callable, Mapping, Sequence

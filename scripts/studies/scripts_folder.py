@@ -1,7 +1,5 @@
 """Importing this lets a study import `bench`, which lies beside this folder."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -12,8 +12,6 @@ dense model's. Sentences: pos.txt and neg.txt hold a sentence a line; a BERT wit
 them, its predictors on what it does with these, and both are tested on the others.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

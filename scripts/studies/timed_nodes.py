@@ -5,8 +5,6 @@ from waiting for them: number types and layout, copies, system calls. An endpoin
 computing, so a machine with fewer cores than busy nodes shows long computing.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

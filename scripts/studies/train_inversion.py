@@ -16,8 +16,6 @@ on to the next run, be it for another layer. One JSON row for each plan is print
 It needs ``pip install private-llm[train]``.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -3,8 +3,6 @@
 For measuring what sharding itself costs (Cascade, appendix C); it protects nobody, as one process sees everything.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor

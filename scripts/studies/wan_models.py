@@ -1,7 +1,5 @@
 """The models of bench_wan.py: where each comes from, its prompt, and what the estimator needs to know of it."""
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import dataclass
 from functools import lru_cache
@@ -45,7 +43,7 @@ class WanModel:
 
         return smollm2.missing()
 
-    def shape(self) -> tuple[type[PreTrainedModel], PretrainedConfig]:
+    def shape(self) -> "tuple[type[PreTrainedModel], PretrainedConfig]":
         """What the estimator is given. Raises ConfigError for a model that is not installed."""
         from private_llm_hf.tools.estimate import model_class_of, named_shape
         from transformers import AutoConfig
@@ -100,7 +98,7 @@ def quiet() -> None:
     logging.set_verbosity_error()
 
 
-def plaintext(folder: str) -> PreTrainedModel:
+def plaintext(folder: str) -> "PreTrainedModel":
     """The causal model itself, in float32."""
     from transformers import AutoModelForCausalLM
 

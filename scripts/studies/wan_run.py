@@ -6,8 +6,6 @@ before they send (`net/transport.py`). Simulated, parties are threads behind a `
 speed between any two in each direction, where a machine has one for all.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -69,7 +67,7 @@ class Passes:
                            "booked": booked, "rounds": rounds})  # fmt: skip
 
     @classmethod
-    def from_json(cls, text: str) -> Passes:
+    def from_json(cls, text: str) -> "Passes":
         """What `to_json` wrote."""
         found = json.loads(text)
         booked, rounds = found.pop("booked"), found.pop("rounds")
@@ -89,7 +87,7 @@ class Place:
     netem: bool = False
 
     @classmethod
-    def here(cls) -> Place:
+    def here(cls) -> "Place":
         """What this machine and this user allow."""
         return cls("simulated") if missing_rights() else cls("namespaces", can_delay())
 

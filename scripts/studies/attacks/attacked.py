@@ -3,8 +3,6 @@
 Token sharding assumes that everybody has the weights, so every node can run this.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """All attacks of one set of nodes, each feeding the others, until nothing new is found; and what they cost at most."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -5,8 +5,6 @@ knows the plan. Rows of tokens (layer 0) make it text infilling. What it gets ri
 hold comes from context alone: no plan prevents it, larger gaps make it worse.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
@@ -103,7 +101,7 @@ class Inverter(nn.Module):
         return logits
 
     @torch.no_grad()
-    def take_over(self, start: Inverter, seen: Tensor, before: Tensor) -> None:
+    def take_over(self, start: "Inverter", seen: Tensor, before: Tensor) -> None:
         """Read what `start` reads: rows [N, seen] to which its rows `before` [N, its seen] are fitted (least squares).
 
         Training then begins with an attack that knows most held tokens, whatever layer the rows are of.

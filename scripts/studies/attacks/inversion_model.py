@@ -3,8 +3,6 @@
 As in the paper, the attacker starts from the attacked model itself with the causal mask taken away.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Sequence

@@ -14,8 +14,6 @@ V candidates a token and one factorisation. The answer is a ranking, not a proof
 beam over several positions make it one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Rows as they are after a shorter number format: how much rounding vocab-matching stands."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -7,8 +7,6 @@ tokens' parts, so a table of V parts for each position is made once and candidat
 needs no such search; this is the theorem's own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

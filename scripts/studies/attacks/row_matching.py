@@ -5,8 +5,6 @@ candidates for each. At deeper layers a causal model's row is a function of all 
 the hidden state, makes the same row of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 

@@ -14,8 +14,6 @@ The paper takes the sum for an intractable subset-sum problem (Appendix E, assum
 it for several rows at once, and in vectors longer than there are unknown tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

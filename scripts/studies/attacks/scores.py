@@ -1,7 +1,5 @@
 """How much of a text was recovered: exact tokens, ROUGE-L, BLEU; all from 0 to 1, over any sequences of symbols."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Hashable, Sequence

@@ -13,8 +13,6 @@ V candidates a token, and a factorisation of the covariance. Masking the results
 this, because a CompNode needs its own attention; after a split there is no such list (but see `likelihood`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

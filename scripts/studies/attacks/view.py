@@ -1,7 +1,5 @@
 """What nodes of a sharding plan see of one layer, as their messages bring it to them (docs/cascade.md)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ before known, all V continuations are run and the nearest row wins: V candidates
 V^g where g unknown tokens lie between two that are. Rows in unknown order are matched against all that are left.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -9,8 +9,6 @@ step is a range of positions for each head, all ranges end with the newest posit
 other. That the patterns are in one order for the whole run, and so linked, is inherent: docs/studies/kv-refill.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -64,7 +62,7 @@ class RefillCost:
                 raise ConfigError(f"RefillCost.{name}: got {getattr(self, name)!r}; want bytes, from 0 up")
 
     @classmethod
-    def of(cls, config: PrivateConfig, width: int, size: int) -> RefillCost:
+    def of(cls, config: PrivateConfig, width: int, size: int) -> "RefillCost":
         """Of a session with these settings. Raises ConfigError for a protocol that states no prices."""
         prices, ring = protocol_spec(config.protocol).cost, Ring(config.ring)
         if prices is None:
@@ -129,7 +127,7 @@ class RefillStep:
         """What this sends as one product."""
         return cost.weight * self.heads + cost.token * self.tokens + cost.entry * self.entries
 
-    def apart(self, old: int) -> Iterator[RefillStep]:
+    def apart(self, old: int) -> "Iterator[RefillStep]":
         """As separate products: entries of new positions (from `old` on), then each row's head with older ones."""
         yield RefillStep(torch.where(self.listed, self.start.clamp(min=old), self.stop), self.stop)
         before = self.stop.clamp(max=old)

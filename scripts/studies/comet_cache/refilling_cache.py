@@ -10,8 +10,6 @@ The hidden inputs of all positions are held beside keys and values, N more eleme
 in one order for the whole run, which links them: threat-model.md, entry of reused orders.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

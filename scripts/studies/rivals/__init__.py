@@ -7,8 +7,6 @@ None of the systems says how to compute SiLU: PUMA's LLaMA runs on its framework
 with it. MPCFormer and PUMA compute LayerNorm exactly; for SecFormer's see `secformer`. This library's are used.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from private_llm.approximations import Approximations, register_approximations

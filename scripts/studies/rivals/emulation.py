@@ -3,8 +3,6 @@
 For calibration, comparison and distillation: gradients flow through the formulas.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

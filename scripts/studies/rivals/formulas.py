@@ -4,8 +4,6 @@
 (Li et al., ICLR 2023), SecFormer (Luo et al., ACL Findings 2024) or PUMA (Dong et al., arXiv 2307.12533).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -9,8 +9,6 @@ Positions that a mask hides are not among the entries and count as zero. Row sum
 where it is off by 1/2 or more.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

@@ -10,8 +10,6 @@ PUMA gives nothing for SiLU; this library's own is used. With u = x / 4 and v = 
     3. each piece times its bit, and the sum truncated by one bit
 """
 
-from __future__ import annotations
-
 from private_llm.approx.chain import need_wide_ring
 from private_llm.approx.normalise import fitting
 from private_llm.approx.softmax import check_width, inverse_sum

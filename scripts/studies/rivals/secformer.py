@@ -15,8 +15,6 @@ SecFormer's LayerNorm takes the root in the same way (eight steps of three produ
 takes 15 to 17 rounds in all and is used instead. Its SiLU: none is given, so this library's.
 """
 
-from __future__ import annotations
-
 from private_llm.approx.chain import Chain, Form, Step, evaluate
 from private_llm.exact.comparisons import coarse_bits
 from private_llm.tensor.fixed import Fixed
