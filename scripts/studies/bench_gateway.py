@@ -5,11 +5,13 @@ python scripts/studies/bench_gateway.py --model FOLDER  another model
 python scripts/studies/bench_gateway.py -- --protocol assisted  options of the gateway
 python scripts/studies/bench_gateway.py --tiny          the bundled model, in seconds
 
-The gateway starts the parties as services of this machine. The official OpenAI client asks one question after the
-other, streamed; then 1, 2 and 4 questions at once, each with a client of its own. One JSON row for each; `at_once` rows
-count from the first request to the last answer. processor_s: of gateway and parties together, which depends less on
-other work on the machine. Memory is what /proc tells of each process, in MiB: resident, at its peak, and its share
-where pages are shared with others. Returns 1 if an answer is not the plaintext's.
+The gateway starts the parties as services of this machine; under "assisted" the script starts both servers. The
+official OpenAI client asks one question after the other, streamed; then 1, 2 and 4 questions at once, each with a
+client of its own. One JSON row for each; `at_once` rows count from the first request to the last answer, bytes of an
+answer are their mean, and rounds those of the answer that had most. No prompt is kept for requests that begin alike.
+processor_s: of gateway and parties together, which depends less on other work on the machine. Memory is what /proc
+tells of each process, in MiB: resident, at its peak, and its share where pages are shared with others. Returns 1 if an
+answer is not the plaintext's.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ import contextlib
 import json
 import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +40,10 @@ from private_llm_hf.models import smollm2
 from real_model import PROMPTS
 from rich.console import Console
 from rich.progress import track
+
+from private_llm.importing import python_like_this
+from private_llm.net.addresses import hosts_of, open_listeners
+from private_llm.protocol_facts import ASSISTED
 
 DEMO_PROMPTS = ("The history of", "My fellow citizens , we must")
 
@@ -89,17 +97,19 @@ def plaintext(source: str, prompts: tuple[str, ...], new: int) -> list[str]:
 
 
 def processes() -> dict[str, int]:
-    """Process ids of the gateway that this one started, of the process that starts the parties, and of these."""
+    """Process ids of gateway and servers that this one started, of the process that starts parties, and of these."""
     parents = {}
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):  # it may end meanwhile
             if entry.name.isdecimal():
                 parents[int(entry.name)] = int(_stat(int(entry.name))[1])
-    gateways = [pid for pid, parent in parents.items() if parent == os.getpid()]
+    started = [pid for pid, parent in parents.items() if parent == os.getpid()]
+    servers = sorted(pid for pid in started if b"\0party\0" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    gateways = [pid for pid in started if pid not in servers]
     starters = [pid for pid, parent in parents.items() if parent in gateways]
     parties = sorted(pid for pid, parent in parents.items() if parent in starters)
     named = [("gateway", pid) for pid in gateways] + [("starter", pid) for pid in starters]
-    return dict(named + [(f"party {number}", pid) for number, pid in enumerate(parties)])
+    return dict(named + [(f"party {number}", pid) for number, pid in enumerate(servers or parties)])
 
 
 def processor_s() -> float:
@@ -124,6 +134,57 @@ def _memory_of(pid: int) -> dict[str, int]:
     return {name: round(int(told[key].split()[0]) / 1024) for key, name in kept.items()}
 
 
+@contextlib.contextmanager
+def product_servers(source: str, sessions: int) -> Iterator[list[str]]:
+    """Both servers of "assisted", for so many sessions at a time; what a gateway needs to know of them."""
+    listeners = open_listeners(2)
+    links = ["--protocol", ASSISTED, "--hosts", ",".join(hosts_of(listeners)), "--allow-plain-loopback"]
+    for listener in listeners:
+        listener.close()
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        for number in range(2):
+            words = ["party", "--index", str(number), *links, "--model", source, "--clients", str(sessions)]
+            command, environment = python_like_this("from private_llm_cli.app import main; main()", *words)
+            environment["PRIVATE_LLM_PARTY__OPERATOR__ADDRESS"] = ""  # no port
+            with (Path(folder) / f"server {number}").open("wb") as log:
+                server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+            stack.callback(server.wait)
+            stack.callback(server.terminate)
+        yield [*links[2:], "--sessions", str(sessions)]
+
+
+@contextlib.contextmanager
+def running(source: str, name: str, sessions: int, options: Sequence[str]) -> Iterator[OpenAI]:
+    """A client of a gateway that runs so many requests at a time, with parties or servers on this machine. options: of
+    the gateway.
+    """
+    with contextlib.ExitStack() as stack:
+        more = ["--sessions", str(sessions)]
+        if ASSISTED in options:
+            more = stack.enter_context(product_servers(source, sessions))
+        words = ("--name", name, "--keep-tokens", "0", *options, *more)
+        gateway = stack.enter_context(child_gateway(source, *words))
+        yield OpenAI(base_url=gateway.openai_url, api_key=gateway.token, timeout=1800, max_retries=0)
+
+
+def ask_at_once(client: OpenAI, model: str, asked: Sequence[tuple[str, str]], new: int) -> dict[str, Any]:
+    """Columns of a row of prompts that are asked at once. asked: with what the plaintext answers."""
+    busy, began = processor_s(), time.perf_counter()
+    with ThreadPoolExecutor(len(asked)) as threads:
+        answers = list(threads.map(lambda each: ask(client, model, each[0], new), asked))
+    seconds = time.perf_counter() - began
+    return {
+        "at_once": len(asked), "seconds": seconds, "load": os.getloadavg()[0], "processor_s": processor_s() - busy,
+        "equal": all(made.text == text for made, (_, text) in zip(answers, asked, strict=True)),
+        "tokens": sum(made.tokens for made in answers),
+        "tokens_per_s": sum(made.tokens for made in answers) / seconds,
+        "bytes": statistics.mean(made.spent["bytes"] for made in answers),
+        "rounds": max(made.spent["rounds"] for made in answers),
+        "first_s": statistics.median(made.first_s for made in answers),
+        "each_s": statistics.median(made.each_s for made in answers),
+    }  # fmt: skip
+
+
 def measure(
     source: str, name: str, prompts: tuple[str, ...], new: int, at_once: list[int], options: list[str]
 ) -> Iterator[dict[str, Any]]:
@@ -131,9 +192,8 @@ def measure(
     wanted = plaintext(source, prompts, new)
     head = {"name": "gateway", "model": name, "new": new, "options": options, **provenance()}
     began = time.perf_counter()
-    with child_gateway(source, "--name", name, *options) as gateway:
+    with running(source, name, max(at_once), options) as client:
         started = time.perf_counter() - began
-        client = OpenAI(base_url=gateway.openai_url, api_key=gateway.token, timeout=1800, max_retries=0)
         ask(client, name, prompts[0], 2)  # compiles kernels
         for prompt, text in zip(track(prompts, "questions", console=Console(stderr=True)), wanted, strict=True):
             busy = processor_s()
@@ -144,21 +204,9 @@ def measure(
                 "first_s": made.first_s, "each_s": made.each_s, "tokens": made.tokens, "processor_s": busy,
                 "load": os.getloadavg()[0], "bytes": made.spent["bytes"], "rounds": made.spent["rounds"],
             }  # fmt: skip
+        asked = list(zip(prompts, wanted, strict=True))
         for count in track(at_once, "at once", console=Console(stderr=True)):
-            busy = processor_s()
-            with ThreadPoolExecutor(count) as threads:
-                began = time.perf_counter()
-                chosen = [(prompts[n % len(prompts)], wanted[n % len(prompts)]) for n in range(count)]
-                answers = list(threads.map(lambda each: ask(client, name, each[0], new), chosen))
-                seconds = time.perf_counter() - began
-            yield {
-                **head, "at_once": count, "seconds": seconds, "load": os.getloadavg()[0],
-                "processor_s": processor_s() - busy,
-                "equal": all(made.text == text for made, (_, text) in zip(answers, chosen, strict=True)),
-                "tokens_per_s": sum(made.tokens for made in answers) / seconds,
-                "first_s": statistics.median(made.first_s for made in answers),
-                "each_s": statistics.median(made.each_s for made in answers),
-            }  # fmt: skip
+            yield {**head, **ask_at_once(client, name, [asked[n % len(asked)] for n in range(count)], new)}
         yield {**head, "start_s": started, "memory_mib": memory()}
 
 

@@ -130,6 +130,7 @@ _MODELS = (
     WanModel("gpt2", "GPT-2 small, random weights"),
     WanModel("smollm2", "SmolLM2-135M-Instruct", text=True),
     WanModel("llama-7b", "LLaMA-7B", weights=False),
+    WanModel("llama-8b", "a Llama of 8B parameters", weights=False),
     WanModel("llama-13b", "LLaMA-13B", weights=False),
     WanModel("demo", "the bundled model", text=True),
 )

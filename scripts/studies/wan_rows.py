@@ -134,11 +134,11 @@ def wan_config(network: LinkSpeed, protocol: str = "trio") -> PrivateConfig:
 
 
 # -- modelled ------------------------------------------------------------------------------------------------------
-def estimated(model: WanModel, config: PrivateConfig, prompt: int) -> tuple[Estimate, Estimate]:
-    """Estimates of the pass over the prompt, and of that with one further token."""
+def estimated(model: WanModel, config: PrivateConfig, prompt: int, batch: int = 1) -> tuple[Estimate, Estimate]:
+    """Estimates of the pass over the prompts of a batch, and of that with one further token each."""
     from private_llm_hf.tools.estimate import estimate
 
-    whole = estimate(*model.shape(), config, prompt, 2, ranges=model.ranges(config))
+    whole = estimate(*model.shape(), config, prompt, 2, batch, ranges=model.ranges(config))
     if whole.prompt is None:
         raise TypeError(f"{model.name}: the estimate has no prompt")
     return whole.prompt, whole
