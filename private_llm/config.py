@@ -1,7 +1,5 @@
 """What a user chooses: one frozen, checked configuration; an unknown key is an error."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import importlib
@@ -403,7 +401,7 @@ class PrivateConfig:
         return None if self.facts is None else self.facts.helper
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> PrivateConfig:
+    def from_dict(cls, values: dict[str, Any]) -> "PrivateConfig":
         """Build from a mapping (for instance JSON); unknown keys raise ConfigError."""
         if not isinstance(values, Mapping):
             raise ConfigError(f"settings: got {type(values).__name__}; want a mapping from settings to values")

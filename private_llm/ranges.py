@@ -5,8 +5,6 @@ operations use them: how many fractional bits a product keeps, whether one sum o
 a comparison's adder must be, and what the check of ranges demands. Exponents already contain the head room below.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -119,7 +117,7 @@ class Ranges:
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
     @classmethod
-    def from_json(cls, text: str) -> Ranges:
+    def from_json(cls, text: str) -> "Ranges":
         """Ranges from a file of `private-llm calibrate`. Raises ConfigError for anything else."""
         try:
             values: Any = json.loads(text)

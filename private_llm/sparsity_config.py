@@ -1,7 +1,5 @@
 """How predicted activation sparsity is used (Comet, IEEE S&P 2025): one frozen, checked configuration."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -80,7 +78,7 @@ class CometConfig:
         return (("ffn",) if self.neurons else ()) + (("heads",) if heads else ())
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> CometConfig:
+    def from_dict(cls, values: Mapping[str, Any]) -> "CometConfig":
         """Build from a mapping; unknown keys raise ConfigError."""
         refuse_unknown(values, settings_of(cls), "sparsity: ")
         return cls(**values)

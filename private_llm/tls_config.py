@@ -1,7 +1,5 @@
 """Where an endpoint's certificate and key are."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +25,7 @@ class TLSConfig:
         check_types(self, "tls: ")
 
     @classmethod
-    def in_folder(cls, folder: str | Path, name: str = "client") -> TLSConfig:
+    def in_folder(cls, folder: str | Path, name: str = "client") -> "TLSConfig":
         """An endpoint's files as `private-llm certs` names them. Raises ConfigError for those that are not there."""
         if not str(folder):
             raise ConfigError(

@@ -1,7 +1,5 @@
 """What a request costs while it runs, over all its sessions, renewed ones among them; and figures for Prometheus."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Mapping
@@ -103,7 +101,7 @@ class UsageMeter:
 class GatewayMetrics:
     """The figures of one gateway: requests, tokens, bytes, rounds, seconds. Nothing of any prompt or answer."""
 
-    def __init__(self, models: Mapping[str, Served], runner: RequestExecutor) -> None:
+    def __init__(self, models: "Mapping[str, Served]", runner: "RequestExecutor") -> None:
         self.registry = registry = CollectorRegistry()
         counter = partial(Counter, namespace="private_llm", registry=registry)
         self._requests = counter("requests", "Answered requests.", ["endpoint", "status"])

@@ -7,8 +7,6 @@ forward only, so each row is given out once. A folder or machine that was restor
 the online server, which gets masked rows, is told the name of each block and refuses one that it has heard before.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -59,7 +57,7 @@ class BlockFacts:
     weight_bits: int = 16
 
     @classmethod
-    def fresh(cls, rows: int, digests: Mapping[str, str], preparer: str, weight_bits: int) -> BlockFacts:
+    def fresh(cls, rows: int, digests: Mapping[str, str], preparer: str, weight_bits: int) -> "BlockFacts":
         """Of a new block."""
         key = Seed.fresh()
         return cls(_name_of(key), rows, key, digests, preparer, weight_bits)
@@ -77,7 +75,7 @@ class CorrectionFolder:
         self.path = Path(path)
 
     @classmethod
-    def made(cls, path: str | Path) -> CorrectionFolder:
+    def made(cls, path: str | Path) -> "CorrectionFolder":
         """The folder, which its owner alone may open, without what crashes left in it.
 
         Raises ConfigError for one that others may open.
@@ -225,7 +223,7 @@ class TakenRows:
         """As a server sends them, flat."""
         return self.by_row.reshape(-1)
 
-    def part(self, first: int, rows: int) -> TakenRows:
+    def part(self, first: int, rows: int) -> "TakenRows":
         """At most so many of them."""
         end = first + rows
         return TakenRows(self.masks[first:end], self.by_row[first:end], self.source)

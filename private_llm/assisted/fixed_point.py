@@ -12,8 +12,6 @@ for any number of largest entries; the smallest of these bounds becomes 0.98 of 
 w x by at most half of |w|_1, below the other 0.02 for at most `MOST_INPUTS` inputs; so do sums in float64.)
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from dataclasses import dataclass
@@ -64,7 +62,7 @@ class IntegerWeight:
         return element_bytes(self.lines)
 
     @classmethod
-    def of(cls, *weights: Tensor, bits: int = 16) -> IntegerWeight:
+    def of(cls, *weights: Tensor, bits: int = 16) -> "IntegerWeight":
         """From [outputs, inputs], or several with the same inputs, one after the other. bits: `weight_bits`.
 
         Error: at most half a unit, some 2^-15 (8 bits: 2^-8) of the largest element of each line after columns are

@@ -5,8 +5,6 @@ entropy at that moment does not, whatever was restored. The clock is part of it:
 was restored, too, draws at another time.
 """
 
-from __future__ import annotations
-
 import secrets
 import time
 

@@ -14,8 +14,6 @@ The answer of one server alone is known modulo 2^40 only, where a line overlooks
 looks at it when a product is wrong, to find whose part is: `NAMING` lines overlook such errors once in 256 times.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

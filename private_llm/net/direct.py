@@ -9,8 +9,6 @@ is a name and the number of times that a party came to it; all parties come to a
 without waiting says so; then nobody waits at this name any more. As `threading.Barrier`, whose threads always wait.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
@@ -51,7 +49,7 @@ class Direct:
             for end in ends(endpoint):
                 self._ends.append((end, self._table[endpoint]))
 
-    def __enter__(self) -> Direct:
+    def __enter__(self) -> "Direct":
         try:
             for end, row in self._ends:
                 end.lend(row)

@@ -3,8 +3,6 @@
 For tests, notebooks and one-machine runs. It protects nobody from the owner of the machine.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import queue
@@ -93,7 +91,7 @@ class LocalMesh:
         """Around all that a party does."""
         return self.turns or _NO_TURNS
 
-    def parallel_session(self, number: int) -> LocalMesh:
+    def parallel_session(self, number: int) -> "LocalMesh":
         """The mesh of another parallel session of the same session."""
         with self.parallel_sessions.lock:
             found = self.parallel_sessions.meshes.get(number)
@@ -104,7 +102,7 @@ class LocalMesh:
                 self.others.append(found)
             return found
 
-    def transport(self, me: int) -> LocalTransport:
+    def transport(self, me: int) -> "LocalTransport":
         """The transport of endpoint `me`."""
         return LocalTransport(self, me)
 
@@ -217,7 +215,7 @@ class LocalTransport(Transport):
         if self._session.failure is not None:
             raise PartyFailed(self._session.failure)
 
-    def parallel_session(self, number: int) -> LocalTransport:
+    def parallel_session(self, number: int) -> "LocalTransport":
         """The transport of the same endpoint in another parallel session."""
         mesh = self._mesh.parallel_session(number)
         return self if mesh is self._mesh else mesh.transport(self.me)

@@ -13,8 +13,6 @@ wait in a socket's queue, and a copy to the GPU go on, without anybody's care. L
 devices, so the next one is asked for at every message; what is sent and counted stays the same.
 """
 
-from __future__ import annotations
-
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -90,7 +88,7 @@ class Transport(ABC):
     def wait(self, frm: int) -> None:
         """Block, however long, until a frame from `frm` is there (it stays); PartyFailed if the session stops."""
 
-    def parallel_session(self, number: int) -> Transport:
+    def parallel_session(self, number: int) -> "Transport":
         """This endpoint's links of parallel session `number` (0: this transport), with a ledger of their own.
 
         Each belongs to one thread; the end of one is the end of all. Raises ConfigError if these links carry one only.
@@ -117,7 +115,7 @@ class Transport(ABC):
         """Whether a tensor on a GPU reaches this endpoint as it is; it must not be sent there otherwise."""
         return False
 
-    def where_it_comes(self) -> Transport:
+    def where_it_comes(self) -> "Transport":
         """These links, which leave what they receive where it lies: in main memory, or on the sender's GPU."""
         return self
 

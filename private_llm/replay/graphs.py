@@ -6,8 +6,6 @@ drawn at the beginning and after each graph break (`MaskDraw`), from the same st
 messages go as `net/transport.py` says.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools
@@ -214,7 +212,7 @@ class GraphProgram:
         self.weights: Memories = ()
         self.derivation: tuple[list[GraphNode], dict[Slot, Tensor]] = ([], {})
 
-    def bound_to(self, weights: Memories) -> GraphProgram:
+    def bound_to(self, weights: Memories) -> "GraphProgram":
         """The same step of a module with these weights, which lie as its own do: not captured yet, in this memory."""
         other, rebinding = copy.copy(self), Rebinding(self.weights, weights)
         other.derivation = self.derivation[0], rebinding.derive(*self.derivation)

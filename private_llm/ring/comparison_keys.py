@@ -16,8 +16,6 @@ The two keys differ in their roots alone: all other words (`key_words`) are one 
 one word for each word of beta at the end.
 """
 
-from __future__ import annotations
-
 from functools import cached_property
 
 import numpy as np
@@ -78,7 +76,7 @@ class Ciphers:
         self._left -= count
         return self._set
 
-    def apart(self, label: str) -> Ciphers:
+    def apart(self, label: str) -> "Ciphers":
         """Others, for calls that a maker computes at another time than holders do."""
         return Ciphers(self._seed.derive(label))
 

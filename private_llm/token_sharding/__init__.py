@@ -4,8 +4,6 @@ Others take what they use from here: `from private_llm.token_sharding import NAM
 names is first asked for, because settings hold plans while nodes use what lies above the settings.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from private_llm.importing import lazy_names

@@ -1,7 +1,5 @@
 """`private-llm calibrate`: the owner's model on a text or images, and the public powers of two that its values need."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`private-llm certs`: a set for trying out, and the steps by which each organisation makes its key at home."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -139,7 +137,7 @@ def show(
                 _say(f"{path}: {text}")
 
 
-def _text(facts: CertificateFacts, days: float) -> str:
+def _text(facts: "CertificateFacts", days: float) -> str:
     left = f"{days:.0f} days left" if days > 0 else "EXPIRED"
     kind = "CA " if facts.authority else ""
     return (

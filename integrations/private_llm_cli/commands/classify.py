@@ -1,7 +1,5 @@
 """`private-llm classify`: images through a private classifier, beside the plaintext model's answers."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,8 +25,8 @@ class Examples:
     """Images with names, and what they show if that is known."""
 
     names: list[str]
-    pixels: Tensor
-    labels: Tensor | None
+    pixels: "Tensor"
+    labels: "Tensor | None"
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,7 @@ def _table(batch: Examples, columns: list[list[str]], facts: dict[str, Any]) -> 
     CONSOLE.print(each, style="dim", highlight=False)
 
 
-def _classes(output: Any) -> Tensor:  # noqa: ANN401 - logits, or a transformers output that holds them
+def _classes(output: Any) -> "Tensor":  # noqa: ANN401 - logits, or a transformers output that holds them
     logits: Tensor = getattr(output, "logits", output)
     return logits.argmax(-1)
 

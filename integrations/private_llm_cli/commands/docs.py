@@ -1,7 +1,5 @@
 """`private-llm docs`: the pages of docs/, which the wheel contains beside this package."""
 
-from __future__ import annotations
-
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated

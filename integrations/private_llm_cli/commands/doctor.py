@@ -1,7 +1,5 @@
 """`private-llm doctor`: what this machine can do, measured in about two seconds, and what to expect trouble from."""
 
-from __future__ import annotations
-
 import os
 import platform
 import socket

@@ -1,7 +1,5 @@
 """Figures on stdout (tables for people, JSON for programs), progress on stderr."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """`private-llm share` and `party`: what the model owner and the parties' hosts run."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re
@@ -207,7 +205,7 @@ def party(
         run_service(found, partial(ProductService, checkpoint=found.checkpoint) if assisted else PartyService)
 
 
-def _want(settings: PartySettings) -> None:
+def _want(settings: "PartySettings") -> None:
     """Raises what is wrong with links, port and files before PyTorch is imported, and says what is loaded then."""
     config, number = settings.config, settings.party
     addresses = addresses_of(config, number, (), b"")
@@ -253,7 +251,7 @@ def _tls(folder: Path | None, allow: str | None) -> dict[str, Any]:
     return made | {"allow": None if in_file else allow, "allow_file": allow if in_file else None}
 
 
-def _check(settings: PartySettings, as_json: bool) -> None:
+def _check(settings: "PartySettings", as_json: bool) -> None:
     """Print a row for each thing looked at; exit code 2 if one of them is wrong."""
     from private_llm_hosting.check import check_party
 

@@ -1,7 +1,5 @@
 """What every picture needs: matplotlib, an extra that is imported only when something is drawn, and a name for it."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

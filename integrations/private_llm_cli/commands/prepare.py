@@ -1,7 +1,5 @@
 """`private-llm prepare`: what a user of protocol "assisted" stores beforehand, so that one server is online."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

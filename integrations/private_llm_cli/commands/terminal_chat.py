@@ -4,8 +4,6 @@ Answers go to stdout, all else (costs, errors, progress) to stderr. A session th
 consent if there is one to ask, and the answer goes on where it was.
 """
 
-from __future__ import annotations
-
 import io
 import signal
 import sys
@@ -39,7 +37,7 @@ class ChatUsage:
     bytes_total: int = 0
     rounds: int = 0
 
-    def __add__(self, other: ChatUsage) -> ChatUsage:
+    def __add__(self, other: "ChatUsage") -> "ChatUsage":
         return ChatUsage(
             self.answers + other.answers, self.tokens + other.tokens, self.seconds + other.seconds,
             self.bytes_total + other.bytes_total, self.rounds + other.rounds,

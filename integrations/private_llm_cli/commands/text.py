@@ -1,7 +1,5 @@
 """Times of tokens, text as it comes, turns of a chat, agreement of two texts, and bytes by link."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -118,7 +116,7 @@ def margin(model: Any, ids: Tensor) -> float:  # noqa: ANN401 - a transformers m
     return float(top[0] - top[1])
 
 
-def by_link(costs: Costs, config: PrivateConfig) -> dict[str, int]:
+def by_link(costs: "Costs", config: PrivateConfig) -> dict[str, int]:
     """Bytes by link, in words; the links of a sharding plan's nodes by what the nodes do (there may be thousands)."""
     found: Counter[str] = Counter()
     for (frm, to), count in sorted(costs.cost.sent.items()):

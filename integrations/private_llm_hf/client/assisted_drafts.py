@@ -3,8 +3,6 @@
 How many drafted tokens were accepted stays here, because the cache is here. Servers see how many checks a text took.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +33,7 @@ class DraftsOfOneLength:
             kwargs["custom_generate"] = decoding(speculation, kwargs.get("streamer"), beyond=True)
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 
-    def _get_candidate_generator(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> _OneLength:  # noqa: ANN401
+    def _get_candidate_generator(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> "_OneLength":  # noqa: ANN401
         """transformers' own drafts (assistant_model, prompt_lookup_num_tokens), as many tokens in every check."""
         made = super()._get_candidate_generator(generation_config, *args, **kwargs)  # type: ignore[misc]
         return _OneLength(made, generation_config.max_length)

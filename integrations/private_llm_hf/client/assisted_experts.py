@@ -6,8 +6,6 @@ are inputs of the second product, whose weight has the columns of all experts, b
 are masked alike.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable, Mapping
@@ -43,7 +41,7 @@ class ExpertSizes:
     out: int
 
     @classmethod
-    def of(cls, module: nn.Module) -> ExpertSizes | None:
+    def of(cls, module: nn.Module) -> "ExpertSizes | None":
         """None for other modules, and for experts with a norm of their own after the second product."""
         held, flags = module._parameters, vars(module)
         first = "gate_up_proj" if flags.get("has_gate", True) else "up_proj"

@@ -1,7 +1,5 @@
 """Linear layers and convolutions whose weights servers hold: what stands in their place in a model."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import threading
@@ -68,7 +66,7 @@ class Products:
             except DomainError as error:
                 raise DomainError(f"weight of '{self.name}': {error}") from None
 
-    def at(self, servers: HoldsWeights) -> Products:
+    def at(self, servers: HoldsWeights) -> "Products":
         """The same weight in another session."""
         made = Products(servers, self._rows, self.name, [(width, self.inputs) for width in self._widths])
         made.number = self.number
@@ -137,7 +135,7 @@ class WeightElsewhere(nn.Parameter):
     layer = ""
 
     @classmethod
-    def of(cls, like: Tensor, layer: str) -> WeightElsewhere:
+    def of(cls, like: Tensor, layer: str) -> "WeightElsewhere":
         """Like a weight, without memory. layer: whose it is, for messages."""
         made: WeightElsewhere = torch.Tensor._make_subclass(cls, torch.empty_like(like, device="meta"), False)
         made.layer = layer
@@ -170,7 +168,7 @@ class TakesWeights(nn.Module, ABC):
     def take(self, own: str, weight: Tensor) -> None:
         """The weight of that name."""
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TakesWeights:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "TakesWeights":
         """What to(), half() and others do: to what is here."""
         held = self._parameters
         self._parameters = {name: value for name, value in held.items() if name not in self.elsewhere}

@@ -4,8 +4,6 @@ Everything but linear layers is computed here, on values that only the client ha
 its cache, activations, sampling. So generate(), its cache and its streamers are transformers' own.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 import warnings
@@ -64,7 +62,7 @@ class AssistedModel(DraftsOfOneLength):
         """Bytes, rounds and multiply-adds since the last reset. Raises PartyFailed if the session is over."""
         return self.parties.costs(reset)
 
-    def open_session(self) -> AssistedModel:
+    def open_session(self) -> "AssistedModel":
         """Another model on a session of its own, whose calls run beside this one's; they share what is in memory here.
 
         Close it when it is not needed any more. Raises as `reconnect`, PartiesBusy where servers serve fewer clients.
@@ -110,7 +108,7 @@ class AssistedModel(DraftsOfOneLength):
         """End the session with the servers."""
         self.parties.close()
 
-    def __enter__(self) -> AssistedModel:
+    def __enter__(self) -> "AssistedModel":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -125,7 +123,7 @@ class AssistedModel(DraftsOfOneLength):
     device = torch.device("cpu")
     """Where inputs are expected and outputs appear."""
 
-    def train(self, mode: bool = True) -> AssistedModel:
+    def train(self, mode: bool = True) -> "AssistedModel":
         """The model as it is for mode=False. Raises UnsupportedOp for True."""
         if mode:
             raise UnsupportedOp("models under protocol='assisted' run inference only; train the plaintext model")

@@ -5,8 +5,6 @@ inputs. Where it depends on values (experts that compute chosen tokens, labels t
 would learn of these.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections import Counter

@@ -1,7 +1,5 @@
 """One forward call at the client: check everything, split it into public facts and secrets, run, rebuild the output."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -56,7 +54,7 @@ def spend_positions(parties: SessionClient, count: int) -> None:
 class ForwardCall:
     """The arguments of one call, sorted."""
 
-    def __init__(self, model: PrivateModel, given: dict[str, Any]) -> None:
+    def __init__(self, model: "PrivateModel", given: dict[str, Any]) -> None:
         self.model = model
         model.asked += 1
         self.parties = model.parties
@@ -288,7 +286,7 @@ class ForwardCall:
         return kind, opened[0] if len(opened) == 1 else joined(opened, by_token)
 
 
-def encode_prompt(model: PrivateModel, **given: Tensor | None) -> PrivateEncoderOutput:
+def encode_prompt(model: "PrivateModel", **given: Tensor | None) -> PrivateEncoderOutput:
     """Run an encoder on `input_ids` or `inputs_embeds`, and a mask, at the parties; the client gets a handle."""
     call = ForwardCall(model, given)
     rows, length = call.take_secret("")

@@ -6,8 +6,6 @@ the parties that answers zeros and writes down what was asked. The parties run a
 client compares each later one with the next of them (`Schedule`) before anything is sent.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -40,7 +38,7 @@ class GeneratePlan:
     times: int = 1
     attention_mask: Tensor | None = None
 
-    def run(self, model: PrivateModel) -> None:
+    def run(self, model: "PrivateModel") -> None:
         """Generate on the model of the dry run.
 
         Raises ConfigError for numbers below 1, or a mask of another shape.
@@ -71,7 +69,7 @@ class ForwardPlan:
     inputs: Mapping[str, Any]
     times: int = 1
 
-    def run(self, model: PrivateModel) -> None:
+    def run(self, model: "PrivateModel") -> None:
         """Call the model of the dry run once."""
         given = {}
         for name, value in self.inputs.items():
@@ -151,7 +149,7 @@ class DryRun(SessionClient):
         """Nothing runs."""
 
 
-def dry_run(model: PrivateModel, plans: tuple[CallPlan, ...]) -> list[CallOrEdit]:
+def dry_run(model: "PrivateModel", plans: tuple[CallPlan, ...]) -> list[CallOrEdit]:
     """The requests that these plans will make, in order. Raises ConfigError, and whatever the calls would raise."""
     made: list[CallOrEdit] = []
     generation = copy.deepcopy(getattr(model, "generation_config", None))

@@ -4,8 +4,6 @@ A session asks for one thing at a time, so a call that waits is all that a clien
 goes wrong in it ends it, with the reason told to its client, and nothing else.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import threading
@@ -88,7 +86,7 @@ class Request:
     prepares: it is computed ahead (stored, digests: what came of it). drop: the older plan is over.
     """
 
-    session: ClientSession
+    session: "ClientSession"
     number: int
     call: Call
     edits: tuple[CacheEdit, ...]
@@ -121,7 +119,7 @@ class Request:
 class ClientSession:
     """A client's session; `start` begins its thread. `masks` of its inputs are drawn during batches alone."""
 
-    def __init__(self, host: PartyService, link: ClientLink) -> None:
+    def __init__(self, host: "PartyService", link: ClientLink) -> None:
         self.host, self.link = host, link
         self.id, self.user, self.short = link.number, link.user, link.number[:12]
         self.began = time.monotonic()

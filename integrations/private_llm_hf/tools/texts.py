@@ -1,7 +1,5 @@
 """Plain text as rows of tokens, and how well a model of text predicts it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +16,7 @@ if TYPE_CHECKING:
 _ROWS = 8  # in a call of the model
 
 
-def load_texts(files: list[Path], dataset: list[str] | None) -> datasets.Dataset:
+def load_texts(files: list[Path], dataset: list[str] | None) -> "datasets.Dataset":
     """Texts, a row each, in column "text": of files, or `datasets` name and configuration. Raises ConfigError."""
     try:
         import datasets

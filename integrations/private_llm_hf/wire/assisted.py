@@ -4,8 +4,6 @@ A product takes one frame of bytes (`REQUEST`): the number of the weight and how
 rows, packed, or the label of their mask. A frame of one byte says that a command follows.
 """
 
-from __future__ import annotations
-
 import struct
 from typing import Annotated
 

@@ -4,8 +4,6 @@ MPCache evicts once, after the prompt, and then chooses clusters for each query 
 for every key head alone; where a paper says otherwise, the docstring does.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping
@@ -109,7 +107,7 @@ class MPCacheConfig(BudgetedPolicy):
         return LayerSharing(self.shared_layers, self.apart)
 
     @classmethod
-    def paper(cls, **settings: Any) -> MPCacheConfig:  # noqa: ANN401 - fields of this class
+    def paper(cls, **settings: Any) -> "MPCacheConfig":  # noqa: ANN401 - fields of this class
         """The settings that the paper's experiments name (5.1 to 5.4), but for those given here.
 
         A quarter of the text stays, by the attention of its last fifth; clusters of 32 and 16 (table 6); pairs of

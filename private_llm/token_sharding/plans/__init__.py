@@ -13,8 +13,6 @@ of the tokens before it, so n rows together must have at least n + rho - 1 unkno
 c + front before its first c rows. (AttnNodes get no attention results; what they could compute is not counted here.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -63,7 +61,7 @@ class ShardingPlan:
             raise ConfigError(f"plan.front: got {front!r}; want 0 or a positive integer")
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> ShardingPlan:
+    def from_dict(cls, values: Mapping[str, Any]) -> "ShardingPlan":
         """Build from a mapping (for instance JSON); unknown keys raise ConfigError."""
         refuse_unknown(values, settings_of(cls), "plan: ")
         return cls(**values)
@@ -99,8 +97,8 @@ class ShardingPlan:
         return self.alpha + self.attn_nodes
 
     def audit(
-        self, rho: int | None = None, colluding: Sequence[int] | None = None, setting: Setting | None = None
-    ) -> Audit:
+        self, rho: int | None = None, colluding: Sequence[int] | None = None, setting: "Setting | None" = None
+    ) -> "Audit":
         """What this plan protects against searches, and what else is known: print it. See `plans.audit`."""
         from private_llm.token_sharding.plans.audit import audit  # it examines plans, so it imports this class
 
