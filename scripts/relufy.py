@@ -104,10 +104,7 @@ def relufy(
 
 
 def save_relufied(model: PreTrainedModel, made: Relufied, folder: str | Path, report: Mapping[str, Any]) -> None:
-    """Write the model and relufied.json: what was swapped, and `report` (figures before and after).
-
-    Raises PatchMismatch for a configuration that names no activation.
-    """
+    """Write the model and relufied.json: what was swapped, and `report`. Raises PatchMismatch without an activation."""
     folder = Path(folder)
     model.save_pretrained(folder)
     if not made.native:

@@ -1,7 +1,4 @@
-"""Reading the fields of a request's body, with an error of OpenAI's form for each that is wrong.
-
-No error repeats a value that a client sent: it may be a secret.
-"""
+"""Fields of a request's body; errors have OpenAI's form, and repeat no value: it may be a secret."""
 
 import json
 import re

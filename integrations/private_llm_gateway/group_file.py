@@ -23,9 +23,7 @@ _LOOK_S = 2.0
 
 
 class GroupFile:
-    """The groups in `path`, of parties as `config` describes. Raises ConfigError for a file that lists none, or
-    hosts that cannot be.
-    """
+    """The groups in `path`, of parties as `config` describes. Raises ConfigError for none, or hosts that cannot be."""
 
     def __init__(self, path: Path, config: PrivateConfig) -> None:
         self._path, self._config = path, config

@@ -39,9 +39,7 @@ class Abandoned(Exception):
 
 
 def tried(join: Callable[[], Any], groups: PartyGroups | None = None) -> Any:  # noqa: ANN401
-    """The result of `join`, which is called again if a party ends the session while it begins, or a group of parties
-    holds something else.
-    """
+    """The result of `join`, called again if a party ends the session as it begins, or a group holds something else."""
     for _ in range(_TRIES - 1):
         try:
             return join()
@@ -57,9 +55,7 @@ def tried(join: Callable[[], Any], groups: PartyGroups | None = None) -> Any:  #
 
 
 class SessionPool:
-    """Private models, `first` and others, on `size` sessions at most, at several `groups` of parties if they are given.
-    Thread-safe. Raises ConfigError for a size that cannot be.
-    """
+    """Private models on up to `size` sessions, at `groups` of parties, if any. Thread-safe. Raises ConfigError."""
 
     def __init__(self, first: Any, size: int, groups: PartyGroups | None = None) -> None:  # noqa: ANN401
         if size < 1:

@@ -1,7 +1,4 @@
-"""Requests in worker threads, watched from the event loop: admission, what comes out as it comes, and who went away.
-
-The event loop never computes, and never waits for a party.
-"""
+"""Requests in worker threads, watched from the event loop, which never computes and never waits for a party."""
 
 import asyncio
 import contextlib

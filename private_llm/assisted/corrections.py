@@ -76,10 +76,7 @@ class CorrectionFolder:
 
     @classmethod
     def made(cls, path: str | Path) -> "CorrectionFolder":
-        """The folder, which its owner alone may open, without what crashes left in it.
-
-        Raises ConfigError for one that others may open.
-        """
+        """The folder, its owner's alone, without what crashes left. Raises ConfigError for one that others may open."""
         folder = cls(path)
         folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.path.stat().st_mode & 0o077:

@@ -157,9 +157,7 @@ def columns_at(table: Tensor, positions: Tensor, heads: int) -> Tensor:
 
 
 def checked_index(index: Tensor, batch: int, heads: int, length: int) -> Tensor:
-    """Ascending entries below `length`, int64 [kept] or [B or 1, G or 1, kept], as the latter. Raises DomainError for
-    anything else, or none.
-    """
+    """Ascending entries below `length`, int64 [kept] or [B or 1, G or 1, kept], as the latter; else DomainError."""
     index = index.view(1, 1, -1) if index.ndim == 1 else index
     if index.ndim != 3 or index.shape[0] not in (1, batch) or index.shape[1] not in (1, heads):
         rows = [f"{size} or 1" if size > 1 else "1" for size in (batch, heads)]

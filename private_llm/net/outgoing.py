@@ -143,9 +143,7 @@ class Outgoing:
         self._ending = True
 
     def take_back(self, row: Row) -> None:
-        """End `lend`: finish a frame that was cut off, for its `send_payload`. Raises PartyFailed if no thread is
-        left to write it.
-        """
+        """End `lend`: finish a frame that was cut off, for its `send_payload`. Raises PartyFailed if no thread can."""
         if not self._lending:
             return
         try:

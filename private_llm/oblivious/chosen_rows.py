@@ -34,9 +34,7 @@ _LANES = 64
 
 @dataclass(frozen=True, eq=False)
 class OneHotRows:
-    """`kept` of `rows` rows of each of `blocks` blocks, as a secret matrix [blocks, kept, rows] of zeros and ones,
-    without fractional bits.
-    """
+    """`kept` of `rows` rows of each of `blocks` blocks: secret zeros and ones [blocks, kept, rows], not scaled."""
 
     matrix: Fixed
 
@@ -199,9 +197,7 @@ def _places(opened: Tensor, blocks: int, kept: int) -> Tensor | None:
 
 
 def number_bits(x: Fixed, count: int) -> BitShare:
-    """Bits of numbers 0 <= x < 2^count, lowest first: [count rows, numel], by `count` comparisons of count + 1 bits at
-    once.
-    """
+    """Bits of numbers 0 <= x < 2^count, lowest first: [count rows, numel], by `count` comparisons of count + 1 bits."""
     shape = (x.numel() + -x.numel() % _LANES,)
 
     def moved(part: Tensor) -> Tensor:

@@ -132,9 +132,7 @@ class Order:
 
 
 def sort(entries: Sequence[Fixed], order: Order, start: int, stop: int) -> list[Fixed]:
-    """Places start .. stop - 1 of sorted `order.entries` [rows, width], each [rows, stop - start]: two steps a layer,
-    about (log2 n)^2 / 2 layers.
-    """
+    """Places start .. stop - 1 of sorted `order.entries` [rows, width]: two steps a layer, (log2 n)^2 / 2 layers."""
     plan = network(order.width, start, stop)
     for first, second in plan.layers:
         entries = _exchanged(entries, order, first, second)

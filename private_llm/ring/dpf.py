@@ -90,10 +90,7 @@ def make_keys(indices: Tensor, domain: int, prg: Prg) -> tuple[Tensor, Tensor]:
 def expand(
     keys: Sequence[Tensor], domain: int, holders: Sequence[int], ring: Ring, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Shares of one-hot rows [T, domain] from keys [T, words] of one size, of holder 0 or 1 (`holders`) each.
-
-    Made on the CPU, and moved to the device.
-    """
+    """One-hot rows [T, domain] as shares, of keys [T, words] of one size and holders 0 or 1. Made on the CPU."""
     tokens, place = len(keys[0]), torch.device(device)
     if keys[0].is_meta or place.type == "meta":
         return tuple(torch.empty((len(keys), tokens, domain), dtype=ring.dtype, device="meta").unbind())

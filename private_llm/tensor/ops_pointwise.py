@@ -1,7 +1,4 @@
-"""Pointwise rules: sums, products, casts, masks, complex numbers.
-
-Only products of two secrets, and late truncations, communicate.
-"""
+"""Pointwise rules: sums, products, casts, masks, complex numbers. Only secret products and late truncations send."""
 
 from __future__ import annotations
 
@@ -150,9 +147,7 @@ implements(torch.square, Tensor.square)(lambda x: mul(x, x))
 
 @implements(torch.pow, Tensor.pow, Tensor.__pow__)
 def power(x: AnyOperand, exponent: AnyOperand) -> SecretTensor:
-    """Powers 1 (local), 2, 3 of a secret: a product less than the exponent, 2 rounds each. Raises UnsupportedOp for
-    other exponents, or a plain base.
-    """
+    """Powers 1 (local), 2, 3 of a secret: exponent - 1 products of 2 rounds. Raises UnsupportedOp for others."""
     if isinstance(x, SecretTensor) and exponent in (1, 2, 3):
         return x if exponent == 1 else mul(x, x) if exponent == 2 else mul(mul(x, x), x)
     raise UnsupportedOp(f"pow with exponent {exponent!r} has no private rule; want a secret to the power 1, 2 or 3")
@@ -176,10 +171,7 @@ _in_place(div, Tensor.div_, Tensor.__itruediv__)
 # -- masks --------------------------------------------------------------------------------------------------
 @implements(torch.where, Tensor.where)
 def where(condition: Tensor, x: AnyOperand, y: AnyOperand) -> SecretTensor:
-    """Selection by a public condition; -inf on one side hides those entries.
-
-    Local; the sum of the sides costs as `add`. Raises UnsupportedOp for a secret condition.
-    """
+    """Selection by a public condition; -inf hides. Local but for `add`. Raises UnsupportedOp for a secret condition."""
     if isinstance(condition, SecretTensor):
         if isinstance(x, SecretTensor) or not isinstance(x, Tensor) or x.dtype != torch.bool:
             raise UnsupportedOp("where with a secret condition has no private rule; compare with Fixed.less_than")

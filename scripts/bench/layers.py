@@ -86,10 +86,7 @@ def layer_work(
     name: str, shape: Shape, class_name: str, config: dict[str, Any], inputs: tuple[Shape, ...], mask: Tensor | None,
     forward: LayerForward, adapt: Adapt | None = None,
 ) -> Work:  # fmt: skip
-    """A work that runs `forward` on the one-layer model of `config`, its weights secret.
-
-    Predictors that the configuration names are not part of the truth.
-    """
+    """A work: `forward` on the one-layer model of `config`, its weights secret. The truth uses no predictors."""
     from private_llm_hf.party.model import build_party_model, empty_model
 
     shapes = {key: tuple(value.shape) for key, value in empty_model(config, class_name).named_parameters()}

@@ -257,9 +257,7 @@ class _Running:
         return self._times[-1]
 
     def _ask(self, order: int) -> float:
-        """Seconds of what the parties are asked for. They report bytes by receiver, those sent ahead, rounds, and calls
-        without a program.
-        """
+        """Seconds of what parties are asked for; they report bytes by receiver and ahead, rounds, unrecorded calls."""
         transport, parties, started = self._transport, self._config.parties, time.perf_counter()
         for party in range(parties):
             transport.send(party, CONTROL, torch.tensor([order]))

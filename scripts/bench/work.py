@@ -42,8 +42,7 @@ class Work:
     adapt: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
 
     def share_of(self, parallel_session: int, parallel_sessions: int) -> list[slice]:
-        """The rows of each input that one of `parallel_sessions` computes. Raises ConfigError where it would compute
-        none."""
+        """The rows of each input that one of `parallel_sessions` computes. Raises ConfigError if it would have none."""
         if parallel_sessions == 1:
             return [slice(None)] * len(self.inputs)
         if not self.rows or min(shape[0] for shape in self.inputs) < parallel_sessions:

@@ -183,10 +183,7 @@ def _those(weights: Tensor, among: Tensor | None, start: int) -> Tensor:
 
 
 def probabilities(query: Tensor, key: Tensor, allowed: Tensor | None, call: Scoring, start: int) -> Iterator[Tensor]:
-    """[B, H, some q, kv], at least float32, from query `start` on; rows that see nothing are zeros.
-
-    Raises ConfigError if heads cannot be merged so.
-    """
+    """[B, H, some q, kv], float32 or more, from query `start`; rows that see nothing are 0. Raises ConfigError."""
     batch, heads, queries, size = query.shape
     groups = key.shape[1]
     shared = heads // groups

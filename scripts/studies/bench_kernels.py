@@ -102,10 +102,7 @@ def measure_kernels(
     repeat: int = 5, tiny: bool = False, progress: Callable[[str], None] = lambda _: None,
     wanted: Callable[[str, str], bool] = lambda name, note: True,
 ) -> Iterator[KernelRow]:  # fmt: skip
-    """Every job on one thread, many on all too: one call to warm up, then `repeat` timed runs, each filling 20 ms.
-
-    wanted: says of a job's name and note whether to measure it.
-    """
+    """Every job on one thread, many on all: `repeat` runs of 20 ms after a warm-up. wanted: of name and note."""
     tune_allocator()  # as a party does at its start
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -31,8 +31,7 @@ BLOCK, BLOCK_SHARE = 16, 2.0
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is counted: models with ReLU, those of them that had another activation as they were given, tokens in and
-    out."""
+    """What is counted: models with ReLU, those of them that had another activation when given, tokens in and out."""
 
     models: Mapping[str, Shape]
     given: Mapping[str, Shape]

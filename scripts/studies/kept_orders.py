@@ -200,10 +200,7 @@ def tokens_read(
     layers: Layers, wanted: Sequence[int], prompt: Tensor, known: int, opened: Opened, grouping: Sequence[Tensor],
     vocabulary: Tensor, text: Tensor,
 ) -> TokensRow:  # fmt: skip
-    """Read a prompt [T] (start token first) after `known` of its tokens, by patterns of the `wanted` layers.
-
-    text: rows to train predictors on.
-    """
+    """Read a prompt [T] after `known` of its tokens, by patterns of the `wanted` layers. text: for predictors."""
     chance = torch.Generator().manual_seed(0)
     true = layers.patterns(prompt[None])
     found, orders = {}, {}

@@ -42,10 +42,7 @@ def _chosen(block: "SparseBlock") -> Tensor:
 
 
 def alone(kind: Literal["gpt2", "llama"], shape: Shape) -> Work:
-    """One token through a decoder layer that attends to itself alone: what a step costs beside its cache.
-
-    shape: hidden x heads x feed-forward.
-    """
+    """One token through a decoder layer, beside its cache: it sees itself alone. shape: hidden x heads x wide."""
     hidden, heads, wide = shape
     config = _llama((1, 1, *shape))
     if kind == "gpt2":

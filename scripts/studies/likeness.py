@@ -48,10 +48,7 @@ def similarities(call: RecordedAttention, queries: int, size: int, alphas: tuple
 def coverage(
     call: RecordedAttention, queries: int, size: int, kept: float, alphas: tuple[float, ...]
 ) -> dict[str, float]:
-    """By kind of similarity, the share of attention in the share `kept` of the clusters that rank first.
-
-    "oracle": ranked by that attention itself, the most there is.
-    """
+    """By similarity, the share of attention in the best `kept` of clusters. "oracle": ranked by that attention."""
     weights = attention_of(call, queries)
     clusters = weights.shape[-1] // size
     inside = weights[..., : clusters * size].unflatten(-1, (clusters, size)).sum(-1)

@@ -8,9 +8,7 @@ from private_llm_cli.commands.plot import load_pyplot
 
 
 def plot_mpcache(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """A panel for each kind of row, model and protocol: bars of bytes, with those of a full cache first; beside it
-    milliseconds, if any row has them.
-    """
+    """A panel by kind, model and protocol: bars of bytes, a full cache's first; beside it milliseconds, if any."""
     pyplot = load_pyplot()
     panels: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
     for row in rows:

@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 def estimate(
     work: Workload, config: PrivateConfig, as_json: bool, hardware: Hardware, image: str | None, ranges: Path | None
 ) -> None:
-    """Count the costs on meta tensors and print them per layer. work.sparsity: as `PlannedSparsity.parse` reads it.
-    ranges: a file of `calibrate`, else all modules have one size.
-    """
+    """Count costs and print them per layer. work.sparsity: see `PlannedSparsity.parse`. ranges: of `calibrate`."""
     from private_llm_hf.models.architectures import architecture
     from private_llm_hf.sparsity.price import PlannedSparsity
     from private_llm_hf.tools.estimate import estimate as run

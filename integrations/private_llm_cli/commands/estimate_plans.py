@@ -79,10 +79,7 @@ class Hardware:
         cls, bandwidth: float, latency: float, gmacs: float | None, sharded: bool,
         weight_bits: Literal[16, 8] | None = None,
     ) -> Hardware:  # fmt: skip
-        """gmacs None: measured here; under 'assisted', which has weight_bits, the client is.
-
-        Raises ConfigError for impossible values.
-        """
+        """gmacs None: measured here; under 'assisted' (weight_bits) the client is. Raises ConfigError."""
         link = LinkSpeed(bandwidth, latency)
         if gmacs is not None and not gmacs > 0:
             raise ConfigError(f"gmacs: got {gmacs:g}; want a positive number")

@@ -37,9 +37,7 @@ _LOADING_S = 900.0
 def gateway(
     choices: GatewayChoices, config: PrivateConfig, settings: GatewaySettings, listening: socket.socket
 ) -> None:
-    """Start the model, say where the gateway is, and serve at `listening` until interrupted. Who asks while the parties
-    are not ready gets 503 with the cause.
-    """
+    """Start the model, say where the gateway is, serve until interrupted; until parties are ready it answers 503."""
     _sessions(choices, config)
     known = _instructions(choices.public_prefix)
     from private_llm_gateway.app import answering_meanwhile, create_app, serve
@@ -146,9 +144,7 @@ def start_model(
 
 
 def _drafts(choices: GatewayChoices, model: Any, tokenizer: Any) -> SpeculationConfig | None:  # noqa: ANN401
-    """How drafts are made; "auto" chooses and says why. Raises ConfigError for a draft of another vocabulary, none, and
-    policies that evict.
-    """
+    """How drafts are made; "auto" chooses and says why. Raises ConfigError for unfit drafts and evicting policies."""
     from private_llm_hf.client.speculation import LOOKUP, SpeculationConfig, check_drafts, stateful
     from private_llm_hf.client.speculative_loop import look_ups_pay
     from private_llm_hf.models.inputs import max_positions

@@ -206,9 +206,7 @@ def _unusable(what: str, source: str, error: Exception) -> ConfigError:
 
 
 def want_hub(what: str, source: str) -> None:
-    """Raises ConfigError for no folder while the hub does not answer, for which transformers would try for a minute, or
-    knows no such name.
-    """
+    """Raises ConfigError for no folder while the hub has no such name, or is silent (transformers tries a minute)."""
     from huggingface_hub import constants, get_session, get_token
 
     kept = Path(constants.HF_HUB_CACHE) / f"models--{source.replace('/', '--')}"

@@ -272,10 +272,7 @@ def _check(settings: "PartySettings", as_json: bool) -> None:
 
 
 def notice(line: str) -> None:
-    """Print what a serving party reports: plain text, because others' words stand in it, which may look like markup.
-
-    A terminal that is gone does not end the party.
-    """
+    """Print what a party reports, as plain text: others' words may look like markup. Goes on without a terminal."""
     from private_llm.net.wire import legible
 
     with contextlib.suppress(OSError, ValueError):  # ValueError: the stream was closed

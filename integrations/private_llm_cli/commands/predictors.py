@@ -130,9 +130,7 @@ def show(
 
 
 def images_of(model: str, folder: Path | None, batch: int) -> Images | None:
-    """The images of a folder, in order of names, as the model's processor prepares them; `batch` at a time. Raises
-    ConfigError for a folder without files.
-    """
+    """Images of a folder, by name, as the processor prepares them, `batch` at a time. Raises ConfigError for none."""
     if folder is None:
         return None
     files = sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []

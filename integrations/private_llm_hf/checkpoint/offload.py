@@ -33,9 +33,7 @@ class Offloaded:
 
 
 def read_tensor(descriptor: int, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The tensor from byte `start` of an open file on, copied (mapped pages count as memory). Raises
-    ShareFileError if the file ends too early.
-    """
+    """The tensor from byte `start` on, copied (mapped pages count as memory). Raises ShareFileError past the end."""
     out = torch.empty(math.prod(shape), dtype=dtype)
     room = _bytes(out)
     while room:

@@ -28,10 +28,7 @@ _FITS = 1 << 30
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """Of transformers' classes of experts: the first weight is [count, outer, hidden], the second [count, out, inner].
-
-    outer: 2 inner with a gate, else inner.
-    """
+    """Of transformers' experts: weights [count, outer, hidden] and [count, out, inner]; outer: 2 inner if gated."""
 
     first: str
     count: int
@@ -186,10 +183,7 @@ _TRIAL_ROWS = 5
 
 
 def _computes_the_same(module: nn.Module, sizes: ExpertSizes) -> bool:
-    """Whether the class's own code gives what `AssistedExperts` gives, tried at small sizes.
-
-    Rows from 0.05 to 500, so that a limit of values that only one of them knows shows.
-    """
+    """Whether the class's own code gives what `AssistedExperts` gives, at small sizes, for rows from 0.05 to 500."""
     inner, outer, count = 4, 4 * (sizes.outer // sizes.inner), min(4, sizes.count)
     hidden = {sizes.inner: inner, sizes.outer: outer}.get(sizes.hidden, 6)
     small = ExpertSizes(sizes.first, count, hidden, outer, inner, hidden)

@@ -104,10 +104,7 @@ class Products:
 
 @dataclass
 class _Asked:
-    """The last input, its version when it was sent, the products with it, and whose nobody took yet.
-
-    Tensors of inference mode have no version, so each layer asks for itself there.
-    """
+    """The last input, its version when sent (inference mode: none), the products, and whose nobody took yet."""
 
     x: Tensor
     version: int | None
@@ -184,10 +181,7 @@ def check_grad(x: Tensor) -> None:
 
 
 class AssistedLinear(TakesWeights):
-    """In place of nn.Linear or Conv1D: x W^T at the servers, plus the bias here.
-
-    weight has the right shape and dtype and no values (`WeightElsewhere`).
-    """
+    """In place of nn.Linear or Conv1D: x W^T at the servers, plus the bias here. weight: a `WeightElsewhere`."""
 
     def __init__(self, original: nn.Module, products: Products, member: int, name: str) -> None:
         super().__init__()

@@ -116,9 +116,7 @@ class PartyGroups:
             return Counter({hosts: sum(each.over is None for each in made) for hosts, made in self._sessions.items()})
 
     def must_move(self, parties: Parties) -> bool:
-        """Whether a session is at a group that is used no more or failed while others did not, or at one with more than
-        its part of all sessions.
-        """
+        """Whether a session's group is unused, failed while others did not, or has more than its part of sessions."""
         found, hosts, failed = self.sessions(), parties.config.hosts, {*self._failed}
         live = sum(each not in failed for each in self._groups)
         if parties.over is not None or not live:

@@ -39,10 +39,7 @@ class GeneratePlan:
     attention_mask: Tensor | None = None
 
     def run(self, model: "PrivateModel") -> None:
-        """Generate on the model of the dry run.
-
-        Raises ConfigError for numbers below 1, or a mask of another shape.
-        """
+        """Generate on the model of the dry run. Raises ConfigError for numbers below 1, or a mask of another shape."""
         if min(self.prompt, self.new_tokens, self.batch) < 1:
             raise ConfigError(
                 f"preprocess: got prompt={self.prompt}, new_tokens={self.new_tokens}, batch={self.batch}; want at "

@@ -37,9 +37,7 @@ def share(end: ClientEnd, secrets: Iterable[Secret]) -> None:
 
 
 class SessionClient(ABC):
-    """One session as the client sees it. Thread-safe: one call at a time. What an implementation raises when its
-    session fails is in its class.
-    """
+    """One session as the client sees it. Thread-safe: one call at a time. Implementations say what they raise."""
 
     config: PrivateConfig
     ring: Ring

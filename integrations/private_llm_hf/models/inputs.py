@@ -1,7 +1,4 @@
-"""Checks of what a user passes in, before anything is sent.
-
-Every check raises DomainError saying what came, what is wanted and what to do. `Labels`, checked alike, give the loss.
-"""
+"""Checks of what users pass in, before anything is sent: DomainError says what came and what is wanted."""
 
 import copy
 import inspect

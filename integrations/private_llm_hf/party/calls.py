@@ -1,5 +1,4 @@
-"""One call at a party: what it may ask for, its inputs as the model takes them, what is opened of its outputs; and the
-calls of a plan, one by one."""
+"""One call at a party: what it may ask for, its inputs as the model takes them, what it opens; and calls of a plan."""
 
 import math
 from collections.abc import Iterable, Sequence

@@ -48,9 +48,7 @@ class ServedModel:
 
 
 def open_model(path: Path, config: PrivateConfig, number: int) -> ShareFile:
-    """A party's share file. Raises ShareFileError for another party's or a damaged one, ConfigError and PatchMismatch
-    for a model that these settings cannot run.
-    """
+    """A party's share file. Raises ShareFileError; ConfigError or PatchMismatch for a model that cannot run here."""
     file = ShareFile.open(path, config, number)
     facts = file.description
     model, own = empty_model(facts.config, facts.class_, facts.folded), adopted(config, facts.config)

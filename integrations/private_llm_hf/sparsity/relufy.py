@@ -62,9 +62,7 @@ def put_in_place(model: PreTrainedModel, made: Relufied) -> None:
 
 
 def load_relufied(folder: str | Path) -> PreTrainedModel:
-    """A model that `save_relufied` wrote, float32, ready to run. Raises ConfigError for another folder, PatchMismatch
-    for a configuration that names no activation, or no class.
-    """
+    """A model of `save_relufied`, float32. Raises ConfigError for another folder, PatchMismatch for a new class."""
     folder = Path(folder)
     if not (folder / FACTS).is_file():
         raise ConfigError(f"{folder}: no {FACTS}; want a folder that scripts/relufy.py of the repository wrote")

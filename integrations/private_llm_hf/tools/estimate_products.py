@@ -104,9 +104,7 @@ class _Zeros(MetaTransport):
 
 @dataclasses.dataclass(frozen=True)
 class ProductExchange:
-    """One product: rows [rows, inputs] by a weight [outputs, inputs]. own: seconds that the client computes before.
-    size: bytes of an element.
-    """
+    """One product: [rows, inputs] by a weight [outputs, inputs]. own: the client's seconds before. size: in bytes."""
 
     layer: str
     rows: int
@@ -126,9 +124,7 @@ class ProductExchange:
 
 @dataclasses.dataclass(frozen=True)
 class StoredProducts:
-    """Corrections that a run takes. rows: of each weight. shapes: outputs and inputs of every weight. size: bytes of an
-    element.
-    """
+    """Corrections of a run. rows: of each weight. shapes: outputs and inputs of all weights. size: of an element."""
 
     rows: int
     shapes: tuple[tuple[int, int], ...]

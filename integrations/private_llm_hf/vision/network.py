@@ -1,7 +1,4 @@
-"""Networks of one's own as transformers' models: `Network` is the `PreTrainedModel` that runs a description.
-
-So plans, share files and estimates work as for other models.
-"""
+"""Networks of one's own as transformers' models, for plans, share files and estimates: `Network` runs a description."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -175,9 +175,7 @@ class H2O(BudgetedPolicy):
 
 @dataclass(frozen=True)
 class TOVA(BudgetedPolicy):
-    """Entries of the least attention from the newest token go, one a token (arXiv 2401.06104), here for each key head
-    alone; the paper adds up all heads.
-    """
+    """Entries of the least attention from the newest token go, one a token (arXiv 2401.06104), here by key head."""
 
     name = "tova"
     gamma: float = 0.2

@@ -118,9 +118,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class ClusterShape:
-    """Entries `first`, then clusters, then `tail`; public. At each level entries of a cluster (`sizes`), clusters that
-    are `there`, and clusters that are `kept`.
-    """
+    """Entries `first`, clusters, `tail`; public. By level: `sizes` of clusters, how many are `there` and `kept`."""
 
     first: int
     sizes: tuple[int, ...]

@@ -144,10 +144,7 @@ class Recovery:
 
 
 def recovery(found: Tensor, ids: Tensor, held: Tensor) -> Recovery:
-    """Compare predicted with true tokens [B, n]; held: bool [B, n]. A text that is held whole has no unheld scores.
-
-    If all are held whole, the unheld scores are 1.
-    """
+    """Compare predicted with true tokens [B, n]; held: bool [B, n]. Where all texts are held whole, unheld is 1."""
     whole = [(f.tolist(), t.tolist()) for f, t in zip(found, ids, strict=True)]
     gaps = [(f[~h].tolist(), t[~h].tolist()) for f, t, h in zip(found, ids, held, strict=True) if not h.all()]
     columns = [fmean([score(f, t) for f, t in pairs]) if pairs else 1.0

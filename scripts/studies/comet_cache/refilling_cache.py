@@ -104,10 +104,7 @@ class RefillingCache:
         self, projection: Projection, strategy: Strategy = Strategy.MERGED, cost: RefillCost | None = None,
         turn: Turn | None = None,
     ) -> None:  # fmt: skip
-        """cost: of the protocol, for PREFETCH (default: `RefillCost.of` the session's settings).
-
-        turn: of queries and keys.
-        """
+        """cost: of the protocol, for PREFETCH (default: `RefillCost.of` the settings). turn: of queries and keys."""
         self.position = 0
         self.positions: Tensor | None = None
         self._made, self._strategy, self._turn = projection, strategy, turn
