@@ -84,8 +84,6 @@ def bench(
         protocol, ring, party_mode, parallel_sessions=parallel_sessions, rotate_roles=rotate_roles, matmul=matmul,
         relu_bits=relu_bits, relu_low=relu_low, approximations=approximations, **more,
     )  # fmt: skip
-    if repeat < 1:
-        raise ConfigError(f"repeat: got {repeat}; want at least 1")
     if shape is not None and n is not None:
         raise ConfigError("give --shape or --n, not both")
     speed = link_speed(bandwidth, latency)

@@ -17,7 +17,6 @@ from bench.table_options import Bandwidth, Latency, Plot, Repeat, Tiny, new_app,
 from cascade_rows import cases, memory_needed
 from plot_cascade import plot_cascade
 from private_llm_cli.commands.output import NOTES, duration, emit_json, emit_table, progress_bar, size
-from private_llm_cli.commands.plot import check_name
 from private_llm_cli.options import Json
 
 from private_llm.errors import ConfigError
@@ -45,13 +44,9 @@ def main(
     tiny: Tiny = False,
 ) -> None:
     """The whole table, or its rows behind a link; names what does not fit into memory and leaves it out."""
-    if repeat < 1:
-        raise ConfigError(f"repeat: got {repeat}; want at least 1")
     speed = link_speed(bandwidth, latency)
-    if plot is not None:
-        check_name(plot)
-        if speed is not None:
-            raise ConfigError("--plot draws the table without a link: leave out --bandwidth and --latency")
+    if plot is not None and speed is not None:
+        raise ConfigError("--plot draws the table without a link: leave out --bandwidth and --latency")
     todo = []
     for case in cases(tiny, speed):
         if memory_needed(case) <= _free_bytes():

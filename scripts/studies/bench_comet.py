@@ -24,7 +24,6 @@ from private_llm_cli.commands.output import duration, emit_json, emit_table, pro
 from private_llm_cli.options import Json
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError
 
 SHAPE: Shape = (1, 128, 2048, 32, 8192)
 """batch x cached tokens x hidden x heads x feed-forward: a layer of OPT-1.3B."""
@@ -92,8 +91,6 @@ app = new_app()
 @app.command()
 def main(as_json: Json = False, repeat: Repeat = 5, tiny: Tiny = False) -> None:
     """Every protocol, each with its dense and sparse steps in turns."""
-    if repeat < 1:
-        raise ConfigError(f"repeat: got {repeat}; want at least 1")
     todo = list(cases(tiny))
     rows = []
     with progress_bar(len(todo) * (repeat + 1), quiet=as_json) as step:

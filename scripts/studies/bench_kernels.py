@@ -24,7 +24,6 @@ from private_llm_cli.commands.output import duration, emit_json, emit_table, pro
 from private_llm_cli.options import Json
 from torch import Tensor
 
-from private_llm.errors import ConfigError
 from private_llm.kernels import matmul, ops, steps
 from private_llm.kernels.address import tune_allocator
 from private_llm.kernels.matmul import amx as cpu_amx
@@ -348,8 +347,6 @@ app = new_app()
 @app.command()
 def main(as_json: Json = False, repeat: Repeat = 5, tiny: Tiny = False) -> None:
     """Local kernels on one core of this machine, both rings."""
-    if repeat < 1:
-        raise ConfigError(f"repeat: got {repeat}; want at least 1")
     rows = []
     with progress_bar(count(tiny), quiet=as_json) as step:
         for row in measure_kernels(repeat, tiny, step):

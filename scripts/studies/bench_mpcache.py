@@ -18,7 +18,6 @@ from bench.table_options import Bandwidth, Latency, Plot, Repeat, Tiny, new_app,
 from mpcache_rows import PROTOCOLS, cases
 from plot_mpcache import plot_mpcache
 from private_llm_cli.commands.output import duration, emit_json, emit_table, progress_bar, size
-from private_llm_cli.commands.plot import check_name
 from private_llm_cli.options import Json
 
 from private_llm.errors import ConfigError
@@ -37,12 +36,8 @@ def main(
     tiny: Tiny = False,
 ) -> None:
     """All rows of one protocol, or of trio, dealer and quad; links as fast as memory unless a speed is given."""
-    if repeat < 1:
-        raise ConfigError(f"repeat: got {repeat}; want at least 1")
     if protocol is not None and protocol not in PROTOCOLS:
         raise ConfigError(f"protocol: got {protocol!r}; want one of {', '.join(PROTOCOLS)}")
-    if plot is not None:
-        check_name(plot)
     speed = link_speed(bandwidth, latency)
     todo = list(cases(PROTOCOLS if protocol is None else (protocol,), tiny))
     rows = []

@@ -19,7 +19,6 @@ from pigeon_rows import PROTOCOLS, REFERENCE_MACHINE, Job, jobs
 from plot_pigeon import plot_pigeon
 from private_llm_cli import options
 from private_llm_cli.commands.output import emit_json, emit_table, progress_bar
-from private_llm_cli.commands.plot import check_name
 
 from private_llm.errors import ConfigError
 
@@ -44,10 +43,6 @@ def main(
     tiny: Tiny = False,
 ) -> None:
     """Each work under each protocol, beside the aims and the figures of PIGEON's C++ engine."""
-    if repeat < 1:
-        raise ConfigError(f"repeat: got {repeat}; want at least 1")
-    if plot is not None:
-        check_name(plot)
     if protocol not in (None, *PROTOCOLS):
         raise ConfigError(f"protocol: got {protocol!r}; want one of {', '.join(PROTOCOLS)}")
     if adder is not None and adder.value == "keys":

@@ -31,8 +31,6 @@ def main(
     tiny: Tiny = False,
 ) -> None:
     """All rows, or those of one latency (ms, one way) or bandwidth (Mbit/s); --repeat: further tokens of each text."""
-    if repeat < 1:
-        raise ConfigError(f"repeat: got {repeat}; want at least 1")
     if protocol not in PROTOCOLS:
         raise ConfigError(f"protocol: got {protocol!r}; want one of {', '.join(PROTOCOLS)}")
     asked = networks(latency, bandwidth)
