@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plot_wan import plot_wan
+from make_networks import plot_wan
 from wan_models import wan_model
 
 ROOT = Path(__file__).resolve().parent.parent

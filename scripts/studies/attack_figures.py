@@ -18,7 +18,6 @@ import scripts_folder  # noqa: F401 - finds `bench`
 import torch
 from attacks.attacked import RowsAt
 from attacks.collusion import collude
-from attacks.noise import FORMATS, rounded
 from attacks.row_matching import flat
 from attacks.scores import exact
 from attacks.view import view_of
@@ -29,6 +28,7 @@ from private_llm_cli.commands.output import emit_json, progress_bar
 from private_llm_cli.commands.plot import load_pyplot
 from torch import Tensor
 
+from private_llm.errors import DomainError
 from private_llm.token_sharding import ShardingPlan
 
 TEXT = (
@@ -197,6 +197,22 @@ def main() -> None:
         measure(args.rows, args.tiny)
     else:
         plot([json.loads(line) for line in args.rows.read_text().splitlines()], args.plot)
+
+
+FORMATS = ("float32", "float16", "bfloat16", "8 bits", "6 bits", "4 bits", "3 bits", "2 bits")
+"""Number formats; those of some bits are integers scaled by each row's largest number."""
+
+
+def rounded(rows: Tensor, form: str) -> Tensor:
+    """`rows` [n, numbers] in one of `FORMATS`, as float32 again. Raises DomainError for another format."""
+    if form not in FORMATS:
+        raise DomainError(f"number format: got {form!r}; want {', '.join(FORMATS)}")
+    if form.endswith("bits"):
+        steps = 2 ** (int(form.split()[0]) - 1) - 1
+        unit: Tensor = rows.abs().amax(-1, keepdim=True).clamp_min(1e-12) / steps
+        return torch.round(rows / unit) * unit
+    kinds = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    return rows.to(kinds[form]).float()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ python scripts/studies/bench_pigeon.py --tiny      smallest shapes: does everyth
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import scripts_folder  # noqa: F401 - finds `bench`
 import typer
@@ -16,9 +17,9 @@ from bench.rows import Row, machine
 from bench.run import circuit_of, kind_table
 from bench.table_options import Plot, Repeat, Tiny, new_app, run_app
 from pigeon_rows import PROTOCOLS, REFERENCE_MACHINE, Job, jobs
-from plot_pigeon import plot_pigeon
 from private_llm_cli import options
 from private_llm_cli.commands.output import emit_json, emit_table, progress_bar
+from private_llm_cli.commands.plot import load_pyplot
 
 from private_llm.errors import ConfigError
 
@@ -88,6 +89,41 @@ def print_table(rows: Sequence[tuple[Job, Row]]) -> None:
 
 def _or_dash(value: float | None, factor: float, digits: int) -> str:
     return "-" if value is None else f"{value * factor:.{digits}f}"
+
+
+_OURS, _AIM, _REFERENCE = "#4c72b0", "#55a868", "#b0b0b0"
+
+
+def plot_pigeon(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Seconds and megabytes of each row, with aim and C++ reference (rows as `pigeon_rows.Job.to_dict` makes them)."""
+    pyplot = load_pyplot()
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 1.5 + 0.55 * len(rows)), layout="constrained")
+    labels = [f"{row['label']}, {row['ring']} bits, {row['protocol']}" for row in rows]
+    columns = {
+        "here": ([row["seconds"]["median"] for row in rows], [row["bytes_total"] for row in rows], _OURS),
+        "aim": ([row["aim_seconds"] for row in rows], [row["aim_bytes"] for row in rows], _AIM),
+        f"C++ reference, {rows[0]['reference_machine']}": (
+            [row["reference_seconds"] for row in rows], [row["reference_bytes"] for row in rows], _REFERENCE,
+        ),
+    }  # fmt: skip
+    for place, (name, (seconds, sizes, colour)) in enumerate(columns.items()):
+        if seconds[0] is None:
+            continue  # other shapes than the reference's
+        spots = [index + 0.27 * (place - 1) for index in range(len(rows))]
+        left.barh(spots, [value or 0 for value in seconds], height=0.25, color=colour, label=name)
+        right.barh(spots, [0 if size is None else size / 1e6 for size in sizes], height=0.25, color=colour)
+    lowest = [row["seconds"]["min"] for row in rows]
+    spread = [[m - low for m, low in zip(columns["here"][0], lowest, strict=True)],
+              [row["seconds"]["max"] - row["seconds"]["median"] for row in rows]]  # fmt: skip
+    left.errorbar(columns["here"][0], [i - 0.27 for i in range(len(rows))], xerr=spread, fmt="none", ecolor="black")
+    for axes, unit in ((left, "seconds"), (right, "MB over all links")):
+        axes.set_xscale("log")
+        axes.set_xlabel(unit)
+        axes.set_yticks(range(len(rows)), labels if axes is left else [""] * len(rows))
+        axes.invert_yaxis()
+    figure.legend(loc="outside lower right", ncols=3)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
 
 
 if __name__ == "__main__":

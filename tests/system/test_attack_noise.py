@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attack_figures import FORMATS, rounded
 from attacks.attacked import RowsAt
-from attacks.noise import FORMATS, rounded
 from attacks.row_matching import flat
 from attacks.vocab_matching import match_states
 from transformers import LlamaConfig, LlamaForCausalLM
