@@ -60,6 +60,8 @@ class _Page:
             part = [name for name in known if word in name.lstrip("-").split("-")]
             nearest = part or difflib.get_close_matches(f"--{word}", known, 1, 0.5)
             hint = f"did you mean {nearest[0]}?" if nearest else "--help lists all."
+            if word in known:  # an argument, whose name has no dashes
+                hint = f"the {word} stands alone: {ctx.command_path} {word.upper()}"
             error.message, error.possibilities = f"No such option: {typed}; {hint}", None  # type: ignore[attr-defined]
             raise
 

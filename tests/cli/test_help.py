@@ -64,6 +64,7 @@ def test_help_of_a_protocol_has_its_options_alone(protocol: str, has: set[str], 
         ("generate m --new 3", "--new; did you mean --max-new-tokens?"),
         ("certs --partis 3", "--partis; did you mean --parties?"),
         ("--plugn a", "--plugn; did you mean --plugin?"),
+        ("generate --model m", "--model; the model stands alone: private-llm generate MODEL"),
         ("doctor --xyzzy", "--xyzzy; --help lists all."),
     ],
 )
