@@ -18,7 +18,7 @@ from private_llm.protocol_facts import ASSISTED, CASCADE
 from private_llm.token_sharding import ShardingPlan
 from private_llm_cli import options
 from private_llm_cli.commands.calibrate import ranges_from
-from private_llm_cli.commands.models import AUTO, loading, want_draft, want_model
+from private_llm_cli.commands.models import AUTO, BUNDLED, loading, want_draft, want_model
 from private_llm_cli.commands.output import say_first
 from private_llm_cli.kv_cache import KvCacheOption, kv_cache_of
 
@@ -40,8 +40,10 @@ def demo(
     ] = None,
 ) -> None:
     """Private generate() of the bundled model, or a chat with a real one, beside the plaintext model's text."""
+    from private_llm_hf.models import smollm2
+
     config = run.config(**sharding.settings())
-    loading(config, "", as_json)
+    loading(config, "", as_json, default=BUNDLED if model is options.DemoModel.BUNDLED else smollm2.NAME)
 
     from private_llm_cli.commands.generate import demo as show
     from private_llm_cli.commands.generate import demo_chat
@@ -178,11 +180,13 @@ def chat(
     new_tokens: options.TokensOption = 256,
 ) -> None:
     """Talk with a private model in the terminal, or with lines from a pipe. /reset, /cost, /quit; Ctrl-C stops."""
+    from private_llm_hf.models import smollm2
+
     if not model and run.hosts:
         raise ConfigError("model: got none with --hosts; want the client folder that the model's owner gave you")
     want_model(model)
     config = run.config()
-    loading(config, model, quiet=False)
+    loading(config, model, quiet=False, default=BUNDLED if smollm2.missing() else smollm2.NAME)
     chosen = writing.settings()
 
     from private_llm_cli.commands.terminal_chat import terminal_chat

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 from private_llm_cli.commands.models import want_hub
+from private_llm_hf.models import smollm2
 
 from private_llm.errors import ConfigError
 from tests.cli.test_cli import DEMO, ENVIRONMENT, Run
@@ -93,6 +94,8 @@ def test_commands_say_what_they_begin_before_they_import_what_takes_long(tmp_pat
     code += "for line in sys.stdin:\n try: sys.argv = line.split(); main()\n except SystemExit: pass\n"
     told = {
         "x doctor": "measuring this machine ...", f"x calibrate {DEMO}": f"loading {DEMO} ...",
+        "x demo --model bundled": "loading the demo model ...",
+        "x demo --model smollm2": f"loading {smollm2.NAME} ...",
         "x diff": "loading the demo model ...", "x estimate gpt2": "estimating gpt2 ...",
         "x predictors train": "loading the demo model ...", f"x predictors show {tmp_path}": f"reading {tmp_path} ...",
     }  # fmt: skip

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from private_llm.config import PrivateConfig
 
+BUNDLED = "the demo model"
 AUTO = "auto"  # of --draft: looked-up drafts where they pay
 DEMO_PROMPT = "The history of the city begins with"
 CHAT_PROMPT = "What is the capital of France?"
@@ -102,13 +103,17 @@ def want_draft(draft: str, *more: str) -> None:
     want_hub("draft", draft)
 
 
-def loading(config: PrivateConfig, source: str, quiet: bool, ahead: bool = True, groups: bool = False) -> None:
+def loading(
+    config: PrivateConfig, source: str, quiet: bool, ahead: bool = True, groups: bool = False,
+    default: str = BUNDLED,
+) -> None:  # fmt: skip
     """The first line of a command that takes long, and for whom it will wait. ahead: whether other processes begin to
-    compile kernels while this one imports. groups: whether others may stand in for the parties of config.hosts. Raises
-    ConfigError for links that need certificates, and for a name that is neither a folder nor at the hub.
+    compile kernels while this one imports. groups: whether others may stand in for the parties of config.hosts.
+    default: what is loaded if `source` is empty. Raises ConfigError for links that need certificates, and for a name
+    that is neither a folder nor at the hub.
     """
     addresses = addresses_of(config, CLIENT, (), b"") if config.hosts else []
-    say_first(f"loading {source or 'the demo model'}", quiet)
+    say_first(f"loading {source or default}", quiet)
     for party, address in enumerate(addresses):
         try:
             open_connection(address, _LOOK_S).close()
