@@ -201,7 +201,7 @@ def _settings(values: dict[str, Any]) -> PartySettings:
     check_types(file)
     config = _config(file)
     if not 0 <= file.party < config.endpoints:
-        raise ConfigError(f"party: got {file.party}; want 0 to {config.endpoints - 1} for {file.protocol!r}")
+        raise ConfigError(f"party: got {file.party}; want 0 to {config.endpoints - 1} for {file.protocol!r} (--index)")
     if file.tls is not None:
         config = replace(config, tls=_tls(file.tls, file.party))
     models = {name: _share_file(name, path, file.party) for name, path in file.models.items()}

@@ -36,6 +36,7 @@ def test_calibrate_writes_what_share_takes(run: Run, file: Path, tmp_path: Path)
     [
         ('{"nope": {"output": 3}}', "this OPTForCausalLM lacks 1 module(s) they name, such as 'nope'"),
         ('{"lm_head": {"output": 300}}', "want an integer from"),
+        ('{"hidden_size": 16}', "exponents; got "),
         ("nonsense", "private-llm calibrate"),
         (None, "No such file"),
     ],

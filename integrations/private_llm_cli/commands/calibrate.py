@@ -74,6 +74,8 @@ def ranges_from(path: Path | None) -> Ranges | None:
         raise ConfigError(f"ranges: {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"ranges: cannot decode {path}; want what `private-llm calibrate --out` wrote") from None
+    except ConfigError as error:
+        raise ConfigError(f"{error}; got {path}, want what `private-llm calibrate --out` wrote") from None
 
 
 # -- `private-llm diff`: which module does an error come from, and does any value leave the ring? ---------------------
