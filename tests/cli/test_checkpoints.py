@@ -57,3 +57,14 @@ def test_a_gguf_file_instead_of_its_folder(run: Run, folder: Path, tmp_path: Pat
     more = ("--prompt", "a") if command == "generate" else ("--out", str(tmp_path / "out"))
     text = run(command, str(folder / FILE), *more, code=2)
     assert f"gguf_file='{FILE}' (--gguf-file)" in text
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_model_without_a_tokenizer(run: Run, tmp_path: Path, family: str) -> None:
+    """For Gemma transformers makes up one that reads any text as unknown words."""
+    model, out = tmp_path / "model", str(tmp_path / "shares")
+    tiny.build(family).save_pretrained(model)
+    text = run("generate", str(model), "--prompt", "a", code=2)
+    assert "its vocabulary is not there; save the model's own beside it" in text
+    shared = " ".join(run("share", str(model), "--out", out).split())
+    assert "(configuration, no weights; the checkpoint has no tokenizer" in shared

@@ -32,6 +32,7 @@ LONG_PROMPT = (
 """Long enough to be dealt to the CompNodes of the default plan."""
 
 
+_NO_TOKENIZER = "its vocabulary is not there; save the model's own beside it (tokenizer.save_pretrained)"
 _HUB_S = 10.0
 """Seconds that the hub may take to answer at all."""
 _LOOK_S = 0.5
@@ -74,12 +75,15 @@ def shape_of(source: str) -> tuple[type[PreTrainedModel], PretrainedConfig]:
 
 def tokenizer_of(source: str, gguf_file: str | None = None) -> Any:  # noqa: ANN401 - a transformers tokenizer
     """The tokenizer of a model folder or hub id, or of a GGUF file there. Raises ConfigError."""
-    from private_llm_hf.checkpoint.checkpoint import Checkpoint
+    from private_llm_hf.checkpoint.checkpoint import Checkpoint, has_words
     from transformers import AutoTokenizer
 
     want_hub("tokenizer", source)
     checkpoint = Checkpoint(source, **gguf_options(gguf_file))
-    return _load("tokenizer", AutoTokenizer, checkpoint.tokenizer_source, **checkpoint.tokenizer_options)
+    found = _load("tokenizer", AutoTokenizer, checkpoint.tokenizer_source, **checkpoint.tokenizer_options)
+    if not has_words(found):
+        raise _unusable("tokenizer", source, ValueError(_NO_TOKENIZER))
+    return found
 
 
 # -- before anything is imported that takes seconds -------------------------------------------------------------------
@@ -206,6 +210,8 @@ def _load(what: str, auto: Any, source: str, **more: Any) -> Any:  # noqa: ANN40
 def _unusable(what: str, source: str, error: Exception) -> ConfigError:
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
     said = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
+    if what == "tokenizer" and said.startswith("Couldn't instantiate the backend"):
+        said = f"{_NO_TOKENIZER}, or its format needs the package sentencepiece or tiktoken"
     said = re.sub(r"<class '[\w.]*?(\w+)'>", r"\1", said)
     return ConfigError(f"{what} of {source!r}: {said} (want a model folder or a hub id)")
 

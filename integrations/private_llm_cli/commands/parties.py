@@ -96,9 +96,12 @@ def share(
     for number, path in enumerate(paths):
         holder = named(config, f"party {number}")
         CONSOLE.print(f"for {holder} alone: {path} ({size(path.stat().st_size)})", highlight=False, markup=False)
-    CONSOLE.print(
-        f"for users: {folder / 'client'} (configuration and tokenizer, no weights)", highlight=False, markup=False
-    )
+    client = folder / "client"
+    held = "configuration and tokenizer, no weights"
+    if not any(client.glob("tokenizer*")):
+        lacking = "" if task == "image" else "; the checkpoint has no tokenizer, which users need for texts"
+        held = f"configuration, no weights{lacking}"
+    CONSOLE.print(f"for users: {client} ({held})", highlight=False, markup=False)
 
 
 @options.grouped

@@ -35,6 +35,13 @@ _DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "proxies", "revi
 _LOADING = ("use_safetensors", "variant", "disable_mmap", "key_mapping")
 
 
+def has_words(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a tokenizer knows more than special tokens. For a folder without one transformers makes up some that know
+    no others (T5's also a space), and read any text as unknown.
+    """
+    return bool({*tokenizer.get_vocab()} - {*tokenizer.all_special_tokens, "▁"})
+
+
 class Checkpoint:
     """One checkpoint of somebody's: what it needs to be read, and its weights.
 
@@ -125,14 +132,14 @@ class Checkpoint:
         return self.source if has_one or self._base is None else self._base.tokenizer_source
 
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """Its tokenizer; None without one (for some families transformers makes up an empty one)."""
+        """Its tokenizer; None without one."""
         try:
             found = transformers.AutoTokenizer.from_pretrained(
                 self.tokenizer_source, **self.tokenizer_options, **self._where
             )
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError):
             return None
-        return found if found.vocab_size > 0 else None
+        return found if has_words(found) else None
 
     def stream(
         self, model_class: type[PreTrainedModel], config: PretrainedConfig, wanted: WeightList, sink: Sink,

@@ -69,6 +69,13 @@ def test_a_model_from_a_gguf_file_can_be_patched(gguf_folder: Path) -> None:
     assert hasattr(plain.config, "quantization_config"), "the original stays as it is"
 
 
+@pytest.mark.parametrize("family", ["opt", "llama", "qwen2", "gemma", "bert", "t5", "ctrl"])
+def test_a_tokenizer_that_transformers_makes_up_is_none(tmp_path: Path, family: str) -> None:
+    """Whatever a user writes would be an unknown word to it."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    assert Checkpoint(str(tmp_path)).tokenizer() is None
+
+
 def test_a_gguf_file_is_shared_with_its_tokenizer(gguf_folder: Path, tmp_path: Path) -> None:
     share_checkpoint(str(gguf_folder), tmp_path, TRIO, gguf_file="tiny.Q4_1.gguf")
     masked, mask = (shares_of(ShareFile.open(share_path(tmp_path, p), TRIO, p)) for p in (1, 0))
