@@ -418,8 +418,8 @@ class PrivateConfig:
         """The inverse of `from_dict`."""
         return {**dataclasses.asdict(self), "kv_cache": self.kv_cache.to_dict()}
 
-    def agreement(self) -> bytes:
-        """Digest of everything all parties must agree upon, with the library's version."""
+    def agreed(self) -> dict[str, Any]:
+        """The settings that all endpoints must agree upon, for JSON; equal ones are equal there."""
         values = self.to_dict()
         shared = {key: values[key] for key in _AGREED}
         for key in ("bandwidth_mbit", "latency_ms", "expert_capacity"):  # 20 in one place is 20.0 in another
@@ -427,7 +427,11 @@ class PrivateConfig:
         shared["sparsity"] = None if self.sparsity is None else self.sparsity.agreed()
         if shared["plan"] is not None:  # what a client accepts is its own business
             shared["plan"] = {k: v for k, v in shared["plan"].items() if k not in ("rho", "accept_weak_plan")}
-        return hashlib.sha256(json.dumps([VERSION, shared], sort_keys=True).encode()).digest()
+        return shared
+
+    def agreement(self) -> bytes:
+        """Digest of everything all parties must agree upon, with the library's version."""
+        return hashlib.sha256(json.dumps([VERSION, self.agreed()], sort_keys=True).encode()).digest()
 
 
 def _tls_of(values: dict[str, Any]) -> TLSConfig:

@@ -3,10 +3,10 @@
 import hashlib
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,12 +14,12 @@ from torch import Tensor
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.kernels.devices import device_for
-from private_llm.net.roles import named
 from private_llm.net.transport import CLIENT, MetaTransport, PlacedTransport, Transport
 from private_llm.protocols.ends import ClientEnd, PartySetup
 from private_llm.protocols.plain import CheckedPlain
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.registry import protocol_spec
+from private_llm.protocols.settings_table import TABLE_BYTES, other_settings, settings_table
 from private_llm.protocols.share import Share
 from private_llm.protocols.weight_sharing import keys_held
 from private_llm.ranges import Ranges
@@ -227,26 +227,26 @@ def meta_session(config: PrivateConfig, party: int) -> Session:
 def _meet(
     config: PrivateConfig, transport: Transport, others: list[int], device: torch.device | None = None
 ) -> dict[int, Seed]:
-    """Exchange settings digests, the cipher for `device` and entropy with `others`; one fresh pairwise seed for each.
+    """Exchange digests of settings, the cipher for `device` and entropy with `others`; a fresh pairwise seed for each.
 
     Both ends contribute 32 bytes, so no seed repeats as long as one of them has fresh entropy. Streams are ChaCha20
     where all parties said so, else AES: the only place that decides what prg="auto" is. A client's word does not count.
     """
     mine = {other: secrets.token_bytes(32) for other in others}
     digests = {cipher: _greeting(config, cipher) for cipher in CIPHERS}
-    said = {transport.me: _wanted(config, device)}
+    said, table = {transport.me: _wanted(config, device)}, settings_table(config)
     for other in others:
-        payload = torch.frombuffer(bytearray(digests[said[transport.me]] + mine[other]), dtype=torch.uint8)
+        payload = torch.frombuffer(bytearray(digests[said[transport.me]] + mine[other] + table), dtype=torch.uint8)
         transport.send(other, "hello", payload)
     raws = {}
     for other in others:
-        theirs = bytes(transport.recv(other, "hello", (64,), torch.uint8).numpy().tobytes())
+        theirs = bytes(transport.recv(other, "hello", (64 + TABLE_BYTES,), torch.uint8).numpy().tobytes())
         found = [cipher for cipher, digest in digests.items() if digest == theirs[:32]]
         if not found:
-            raise _other_settings(config, transport.name_of(other), theirs[:32])
+            raise other_settings(config, transport.name_of(other), theirs[64:])
         said[other] = found[0]
         low, high = sorted([transport.me, other])
-        halves = {transport.me: mine[other], other: theirs[32:]}
+        halves = {transport.me: mine[other], other: theirs[32:64]}
         raws[other] = hashlib.blake2b(halves[low] + halves[high], digest_size=32, person=b"pllm-pair").digest()
     agreed = "chacha20" if {said[each] for each in said if each != CLIENT} == {"chacha20"} else "aes"
     return {other: Seed(raw, agreed) for other, raw in raws.items()}
@@ -261,21 +261,3 @@ def _wanted(config: PrivateConfig, device: torch.device | None) -> str:
 
 def _greeting(config: PrivateConfig, cipher: str) -> bytes:
     return hashlib.blake2b(config.agreement() + cipher.encode(), digest_size=32, person=b"pllm-hello").digest()
-
-
-def _other_settings(config: PrivateConfig, name: str, theirs: bytes) -> ConfigError:
-    """The error for an endpoint that greets with `theirs`, which names a setting of few values if it alone differs."""
-    for setting, kind in get_type_hints(PrivateConfig).items():
-        for value in get_args(kind) if get_origin(kind) is Literal else ():
-            with suppress(ConfigError):  # where the others forbid this value
-                other = replace(config, **{setting: value})
-                if theirs in (_greeting(other, cipher) for cipher in CIPHERS):
-                    return ConfigError(
-                        f"{setting}: {named(config, name)} has {value!r}, this endpoint {getattr(config, setting)!r}; "
-                        "want the same at all endpoints"
-                    )
-    return ConfigError(
-        f"{named(config, name)} runs other settings or another version; protocol, ring, "
-        "frac_bits, weights, reveal, adder and the other settings of the computation must be equal at all "
-        "endpoints"
-    )

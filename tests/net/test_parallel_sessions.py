@@ -19,6 +19,7 @@ from private_llm.net.parallel_sessions import assignment, assignments, parallel_
 from private_llm.net.rendezvous import connect
 from private_llm.net.transport import CLIENT, MetaTransport, Transport
 from private_llm.protocols.session import join_as_client
+from private_llm.protocols.settings_table import TABLE_BYTES
 
 TOKEN = b"a token of one test session"
 WORD = (torch.int64,)
@@ -137,7 +138,9 @@ def test_a_party_with_other_settings_is_named_whatever_its_role() -> None:
     mesh = LocalMesh(3, 4.0)
     client = parallel_session_links(mesh.transport(CLIENT), 3, 1, rotate_roles=True)
     for party in range(3):
-        mesh.parallel_session(1).transport(party).send(CLIENT, "hello", torch.zeros(64, dtype=torch.uint8))
+        mesh.parallel_session(1).transport(party).send(
+            CLIENT, "hello", torch.zeros(64 + TABLE_BYTES, dtype=torch.uint8)
+        )
     with pytest.raises(ConfigError, match="party 1 runs other settings"):  # who plays role 0 there
         join_as_client(PrivateConfig(parallel_sessions=2, rotate_roles=True), client)
 

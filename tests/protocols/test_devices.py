@@ -26,6 +26,7 @@ from private_llm.nn.attention import attend
 from private_llm.protocols import session as session_module
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.session import Session, _placed, join, meta_session
+from private_llm.protocols.settings_table import settings_table
 from private_llm.protocols.share import Share
 from private_llm.ring.dpf import expand, key_words
 from private_llm.ring.ring import RING64
@@ -240,8 +241,9 @@ def test_settings_of_another_cipher_are_refused() -> None:
     with pytest.raises(ConfigError, match="prg"):
         PrivateConfig.from_dict({"prg": "des"})
     mesh = LocalMesh(3, timeout=5)
-    greeting = session_module._greeting(PrivateConfig(prg="aes"), "aes")
+    aes = PrivateConfig(prg="aes")
+    greeting = session_module._greeting(aes, "aes") * 2 + settings_table(aes)
     for other in (1, 2, CLIENT):
-        mesh.transport(other).send(0, "hello", torch.frombuffer(bytearray(greeting * 2), dtype=torch.uint8))
+        mesh.transport(other).send(0, "hello", torch.frombuffer(bytearray(greeting), dtype=torch.uint8))
     with pytest.raises(ConfigError, match="prg: party 1 has 'aes', this endpoint 'auto'; want the same at all"):
         join(PrivateConfig(), 0, mesh.transport(0))

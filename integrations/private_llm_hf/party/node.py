@@ -21,6 +21,7 @@ from private_llm.kernels.devices import device_for
 from private_llm.net.parallel_sessions import node_links
 from private_llm.net.transport import CLIENT, PlacedTransport, Transport
 from private_llm.protocols.session import opened
+from private_llm.protocols.settings_table import other_settings, settings_table
 from private_llm.ring.ring import Ring
 from private_llm.token_sharding import AttnNode, Exchange, ShardingPlan, recv_floats, send_floats
 from private_llm_hf.checkpoint.checkpoint import Checkpoint
@@ -43,15 +44,13 @@ _COMMANDS: tuple[type[NodeCommand], ...] = get_args(NodeCommand)
 def agree(config: PrivateConfig, transport: Transport, others: list[int]) -> None:
     """Exchange digests of the settings. Raises ConfigError if another endpoint runs others."""
     digest = config.agreement()
+    mine = digest + settings_table(config)
     for other in others:
-        transport.send(other, "hello", torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+        transport.send(other, "hello", torch.frombuffer(bytearray(mine), dtype=torch.uint8))
     for other in others:
-        theirs = transport.recv(other, "hello", (len(digest),), torch.uint8).numpy().tobytes()
-        if not hmac.compare_digest(theirs, digest):
-            raise ConfigError(
-                f"{transport.name_of(other)} runs other settings or another version; protocol, plan and the library "
-                "version must be equal at all endpoints"
-            )
+        theirs = transport.recv(other, "hello", (len(mine),), torch.uint8).numpy().tobytes()
+        if not hmac.compare_digest(theirs[: len(digest)], digest):
+            raise other_settings(config, transport.name_of(other), theirs[len(digest) :])
 
 
 def plan_of(config: PrivateConfig) -> ShardingPlan:
