@@ -10,22 +10,36 @@ import re
 import sys
 import warnings
 from importlib import metadata
+from importlib.resources import files
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from private_llm.config import VERSION, import_plugins
-from private_llm.errors import PrivateLLMError
+from private_llm.errors import ConfigError, PrivateLLMError
 from private_llm_cli.commands.calibrate import calibrate, diff
 from private_llm_cli.commands.certs import certs
 from private_llm_cli.commands.classify import classify
-from private_llm_cli.commands.docs import docs
 from private_llm_cli.commands.parties import party, share
 from private_llm_cli.commands.predictors import predictors
 from private_llm_cli.commands.prepare import prepare
 from private_llm_cli.help_pages import Command, Group
 from private_llm_cli.options import PLUGINS
 from private_llm_cli.using import audit, chat, demo, doctor, estimate, gateway, generate
+
+
+def docs(
+    page: Annotated[str, typer.Argument(help="Its name, such as errors or studies/top-k.")] = "README",
+) -> None:
+    """Print a page of the documentation (Markdown); without a name the list of all pages."""
+    folder = Path(str(files("private_llm_cli") / "docs")).resolve()  # a link in a checkout
+    pages = {path.relative_to(folder).with_suffix("").as_posix(): path for path in folder.rglob("*.md")}
+    name = page.removeprefix("docs/").removesuffix(".md")
+    if name not in pages:
+        raise ConfigError(f"docs: got {page!r}; want the name of a page, which `private-llm docs` lists")
+    typer.echo(pages[name].read_text(encoding="utf-8"), nl=False)
+
 
 app = typer.Typer(
     name="private-llm",

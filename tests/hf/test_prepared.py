@@ -16,7 +16,7 @@ import torch
 import transformers
 from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, patch, prepare_corrections
 from private_llm_hf.client import corrections
-from private_llm_hf.party import used_blocks
+from private_llm_hf.party import product_server
 from private_llm_hf.party.product_server import ProductServer
 from private_llm_hf.tools.estimate import estimate
 from private_llm_hf.wire.assisted import HEADER, BeginBlock, MaskKey
@@ -177,7 +177,7 @@ def test_a_restored_folder_is_refused(restarted: bool, tmp_path: Path, monkeypat
     shutil.rmtree(folder)
     shutil.copytree(copy, folder)
     if restarted:
-        monkeypatch.setattr(used_blocks, "_known", set())
+        monkeypatch.setattr(product_server, "_known_blocks", set())
     seen: list[int] = []
     monkeypatch.setattr(ProductServer, "product", lambda *_: seen.append(1))
     with patch(plain, config) as private, pytest.raises(ProtocolAbort, match="restored from a copy"):
@@ -186,7 +186,7 @@ def test_a_restored_folder_is_refused(restarted: bool, tmp_path: Path, monkeypat
 
 
 def test_a_server_that_heard_of_too_many_blocks_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(used_blocks, "_MOST", 0)
+    monkeypatch.setattr(product_server, "_MOST_BLOCKS", 0)
     with (
         prepared("opt", tmp_path, 3) as (_, private),
         pytest.raises(TransportError, match=r"party 0: .*too many blocks"),

@@ -4,6 +4,7 @@ A server with the key of masks gets labels only, another one masked rows; where 
 the latter is the only one. Neither holds a secret of its own.
 """
 
+import os
 import threading
 import time
 from collections import Counter
@@ -15,6 +16,7 @@ from typing import assert_never, get_args
 import torch
 from torch import Tensor
 
+from private_llm.assisted.corrections import sync_folder
 from private_llm.assisted.fixed_point import BYTES, LINES, IntegerWeight, lines_digest
 from private_llm.assisted.masks import mask
 from private_llm.config import PrivateConfig
@@ -28,7 +30,6 @@ from private_llm.protocols.weight_sharing import KEY_BYTES, unpacked_key
 from private_llm.ring.prg import Seed
 from private_llm_hf.party.command_loop import tell_costs
 from private_llm_hf.party.node import agree
-from private_llm_hf.party.used_blocks import UsedBlocks
 from private_llm_hf.wire.assisted import (
     COMMAND,
     HEADER,
@@ -264,3 +265,42 @@ class ProductServer:
         """x weight^T modulo 2^40 (8-bit weights: 2^32), packed, for so many rows of elements or of their bytes."""
         self.transport.ledger.add_macs(rows * weight.inputs * weight.lines.shape[0])
         return ops.narrow_matmul(x if weight.lines.is_cpu else x.to(weight.lines.device), weight.lines, rows)
+
+
+# -- which blocks of corrections a server has heard of: a client that was restored from a copy repeats no mask ---------
+_MOST_BLOCKS, _MOST_BLOCKS_A_SESSION = 1 << 22, 1 << 12
+"""Names that a process keeps in memory, some 500 MB, half of them of one user with a name, and those of a session."""
+_known_blocks: set[bytes] = set()
+_blocks_of_user: Counter[str] = Counter()
+_blocks_lock = threading.Lock()
+
+
+class UsedBlocks:
+    """Of all sessions of this process and, in a folder, of those before it."""
+
+    def __init__(self, folder: str | None, user: str = "") -> None:
+        self._user = user
+        self._folder = None if folder is None else Path(folder) / "used-blocks"
+        self._added = 0
+
+    def add(self, block: str) -> bool:
+        """Keep a name; whether it is new. Raises TransportError where there is no room for it."""
+        self._added += 1
+        if self._added > _MOST_BLOCKS_A_SESSION:
+            raise TransportError(f"blocks: got more than {_MOST_BLOCKS_A_SESSION} in a session; open another one")
+        with _blocks_lock:
+            if bytes.fromhex(block) in _known_blocks:
+                return False
+            if len(_known_blocks) >= _MOST_BLOCKS or (self._user and _blocks_of_user[self._user] >= _MOST_BLOCKS // 2):
+                raise TransportError("this server has heard of too many blocks; its operator must start it again")
+            _known_blocks.add(bytes.fromhex(block))
+            _blocks_of_user[self._user] += 1
+        if self._folder is None:
+            return True
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            os.close(os.open(self._folder / block, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        except FileExistsError:
+            return False
+        sync_folder(self._folder)
+        return True
