@@ -2,12 +2,12 @@
 collections of garbage (a tenth of transformers' time). And processes that import from where this one does.
 """
 
-from __future__ import annotations
-
+import ast
 import gc
+import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 
@@ -34,15 +34,15 @@ def python_like_this(code: str, *arguments: str) -> tuple[list[str], dict[str, s
     return [sys.executable, "-P", "-c", code, *arguments], {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
 
 
-def lazy_names(
-    package: str, names: Mapping[str, str]
-) -> tuple[list[str], Callable[[str], object], Callable[[], list[str]]]:
+def lazy_names(package: str) -> tuple[list[str], Callable[[str], object], Callable[[], list[str]]]:
     """`__all__`, `__getattr__` and `__dir__` of a package whose names are imported when somebody first asks for one.
 
-    names: what each module gives, which is written below `if TYPE_CHECKING`, too. Modules of the package are found the
-    same way, as if it had imported them.
+    They are those that the package imports below `if TYPE_CHECKING`. Its modules are found the same way, as if it had
+    imported them.
     """
-    where = {name: module for module, given in names.items() for name in given.split()}
+    blocks = (node.body for node in ast.parse(inspect.getsource(sys.modules[package])).body if isinstance(node, ast.If))
+    imports = [node for block in blocks for node in block if isinstance(node, ast.ImportFrom)]
+    where = {alias.name: str(node.module) for node in imports for alias in node.names}
     held = vars(sys.modules[package])
 
     def get(name: str) -> object:

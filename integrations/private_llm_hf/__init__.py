@@ -48,26 +48,6 @@ if TYPE_CHECKING:
     from private_llm_hf.models.handlers import unregister_handler as unregister_handler
     from private_llm_hf.vision.network import Network as Network
 else:
-    __all__, __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            "private_llm.config": "PrivateConfig",
-            "private_llm.tls_config": "TLSConfig",
-            "private_llm.kv_cache.policies.policy": "KeepAll Level NoCache SlidingWindow",
-            "private_llm.kv_cache.policies.papers": "H2O HeadMerging InfLLM LongCache MPCacheConfig SnapKV TOVA",
-            "private_llm.ranges": "Ranges",
-            "private_llm.sparsity_config": "CometConfig",
-            "private_llm.token_sharding": "ShardingPlan",
-            "private_llm_hf.api": "AutoPrivateModel AutoPrivateModelForCausalLM AutoPrivateModelForImageClassification "
-            "AutoPrivateModelForMaskedLM AutoPrivateModelForQuestionAnswering AutoPrivateModelForSeq2SeqLM "
-            "AutoPrivateModelForSequenceClassification AutoPrivateModelForTokenClassification patch "
-            "prepare_corrections ranges_of_checkpoint share_checkpoint",
-            "private_llm_hf.client.party_groups": "PartyGroups",
-            "private_llm_hf.client.preprocess": "ForwardPlan GeneratePlan",
-            "private_llm_hf.client.speculation": "FixedCounts SpeculationConfig",
-            "private_llm_hf.models.handlers": "register_handler unregister_handler",
-            "private_llm_hf.vision.network": "Network",
-        },
-    )
+    __all__, __getattr__, __dir__ = lazy_names(__name__)
 
 warn_if_untested()

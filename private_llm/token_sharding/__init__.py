@@ -40,16 +40,4 @@ if TYPE_CHECKING:
     from private_llm.token_sharding.plans.audit import refuse_weak as refuse_weak
     from private_llm.token_sharding.plans.audit import warn_weak as warn_weak
 else:
-    __all__, __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            "private_llm.token_sharding.plans": "ShardingPlan",
-            "private_llm.token_sharding.plans.audit": "Setting audit fewest refuse_weak warn_weak",
-            "private_llm.token_sharding.nodes.attn_node": "AttnNode",
-            "private_llm.token_sharding.nodes.stage_costs": "HELD Card Sent Stage attention_stages cache_bytes "
-            "cards comp_sizes paper_bytes paper_seconds seconds_of shard_sizes",
-            "private_llm.token_sharding.nodes.exchange": "Exchange",
-            "private_llm.token_sharding.nodes.facts": "AttentionCall Piece ForwardStep allowed attend combine key_bias",
-            "private_llm.token_sharding.nodes.floats": "number_type recv_floats send_floats",
-        },
-    )
+    __all__, __getattr__, __dir__ = lazy_names(__name__)
