@@ -13,12 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu_compared import PARTS
 from make_benchmarks import keep, put, read_rows
 from private_llm_cli.commands.plot import load_pyplot
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "studies"))
-from gpu_compared import of_what
+from gpu_compared import PARTS, of_what
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("gpu-figures.md", "gpu.jsonl", "gpu-before.jsonl", "gpu-token.png")

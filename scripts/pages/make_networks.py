@@ -22,11 +22,11 @@ from typing import Any
 from generated import taken
 from make_benchmarks import keep, put, read_rows
 from private_llm_cli.commands.plot import load_pyplot
-from wan_models import wan_model
 
 from private_llm.protocol_facts import ASSISTED
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "studies"))  # its rows are a study's
+from wan_models import wan_model
 from wan_rows import LATENCIES, Case, assisted_cases, cases, networks
 from wan_run import Place
 
