@@ -1,4 +1,4 @@
-"""Checks of what users pass in, before anything is sent: DomainError says what came and what is wanted."""
+"""Checks of what users pass in, before anything is sent. Every check raises DomainError: what came, what is wanted."""
 
 import copy
 import inspect
