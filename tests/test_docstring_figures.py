@@ -11,7 +11,8 @@ from private_llm.approx.activations import exp, wide_exp
 from private_llm.approx.normalise import reciprocal, rsqrt
 from private_llm.approx.softmax import softmax
 from private_llm.exact.comparisons import absolute, clamp, coarse_bits, hardtanh, relu, sign_bits
-from private_llm.exact.maximum import among_largest, argmax, larger, maximum
+from private_llm.exact.maximum import argmax, larger, maximum
+from private_llm.exact.ranks import among_largest
 from private_llm.net.ledger import Cost
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.exact import ExactTruncation

@@ -24,7 +24,7 @@ from private_llm.net.ledger import Cost
 from private_llm.protocols import one_step
 from private_llm.protocols.prices import Prices
 from private_llm.ring.ring import Ring
-from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.fixed import Fixed, less_than_price
 
 
 def gelu(x: Fixed, approximate: str = "none") -> Fixed:
@@ -70,7 +70,7 @@ def _rising(x: Fixed, made: Fitted) -> Fixed:
 
 
 def _price(prices: Prices, ring: Ring, count: int, made: Fitted, bits: int, low: int) -> Cost:
-    fold = prices.msb(count, bits, 3, low) + prices.inject(ring, count, 3, 3, 0)
+    fold = less_than_price(prices, count, bits, 3, low) + prices.inject(ring, count, 3, 3, 0)
     return fold + price(made.chain, ring, count, prices) + prices.inject(ring, count, 1, 1, 0)
 
 

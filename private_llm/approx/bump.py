@@ -26,7 +26,7 @@ from private_llm.protocols.one_step import PUBLIC_BITS, Wave, Waves
 from private_llm.protocols.prices import Prices
 from private_llm.protocols.share import BitShare
 from private_llm.ring.ring import Ring
-from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.fixed import Fixed, less_than_price
 
 SECRET_BITS = 17  # fractional bits of a wave's secret numbers, less those by which its coefficients are below 1
 
@@ -124,7 +124,7 @@ def _read(made: WaveSum, frac: int) -> int:
 
 
 def _price(prices: Prices, ring: Ring, count: int, bump: Fitted, plan: Waves | None, bits: int, low: int) -> Cost:
-    compared = prices.msb(count, bits, 3, low)
+    compared = less_than_price(prices, count, bits, 3, low)
     if plan is not None:
         turned = prices.inject(ring, count, 2, 2, 0, plan.angle_bits)
         return compared + turned + prices.relu_minus_waves(ring, count, plan)

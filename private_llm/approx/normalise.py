@@ -24,7 +24,7 @@ from private_llm.net.ledger import Cost
 from private_llm.protocols.prices import Prices
 from private_llm.protocols.share import BitShare, BitWidths
 from private_llm.ring.ring import Ring
-from private_llm.tensor.fixed import Fixed, narrows
+from private_llm.tensor.fixed import Fixed, less_than_price, narrows
 
 Y_BITS = 18  # fractional bits of y; a cubic of it carries three times as many
 CUBIC_BITS = 6  # fractional bits of the cubic's leading coefficient (the fit rounds it to them)
@@ -87,7 +87,7 @@ def price(prices: Prices, ring: Ring, frac: int, count: int, cells: Cells, low: 
     thresholds = len(grid(cells, low, high)[0])
     bits, skipped = frac + math.ceil(math.log2(high)) + 2, max(0, math.floor(math.log2(low / 128) + frac))
     return (
-        prices.msb(count, bits, thresholds, min(skipped, bits - 2))
+        less_than_price(prices, count, bits, thresholds, min(skipped, bits - 2))
         + prices.inject(ring, count, thresholds, thresholds, Y_BITS).times(2)
         + prices.poly(ring, count, 3, Y_BITS)
     )

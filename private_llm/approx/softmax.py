@@ -33,9 +33,9 @@ def softmax(x: Fixed, sink: Fixed | None = None, present: Tensor | None = None) 
     sink: one more entry of each row, [..., 1] with the fractional bits of x. present: a public factor, 0 for entries
     that are copies of another one of their row and count nothing, 1 for the others; without a sink. Where
     `PrivateConfig.approximations` names another system's softmax, that one. Ours: absolute error at
-    most 5e-4 (measured: below 1e-4 on rows of 128 normal scores of deviation 3). About 153 bytes an entry at n = 128;
-    4 ceil(log2 n) + 15 rounds, by comparison keys ceil(log2 n) + 6; one more beyond 6301 entries. Raises DomainError
-    for rows of 0 or more than 65,536 entries and in a 32-bit ring.
+    most 5e-4 (measured: below 1e-4 on rows of 128 normal scores of deviation 3). About 154 bytes an entry at n = 128;
+    at most 4 ceil(log2 n) + 15 rounds, by comparison keys ceil(log2 n) + 6; one more beyond 6301 entries. Raises
+    DomainError for rows of 0 or more than 65,536 entries and in a 32-bit ring.
     """
     other = approximations_of(x.session.config.approximations)
     if other is not None:

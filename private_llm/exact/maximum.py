@@ -1,21 +1,19 @@
-"""Maximum of rows by a tournament of pairs, and which entries of a row are among its k largest.
+"""Maximum of rows by a tournament.
 
-A tournament has ceil(log2 n) levels, n - 1 comparisons. max(a, b) = a - [a < b] (a - b): a comparison, an injection.
+One of pairs has ceil(log2 n) levels, n - 1 comparisons. max(a, b) = a - [a < b] (a - b): a comparison, an injection.
 
 A maximum that may be a little off needs few bits of its entries (`is_cut`): cut to CUT_BITS fractional bits, which is
 local, and to the bits of their differences, they meet exactly in a ring of 26 bits (13 with a small known range), in
 which an injection costs 13 bytes instead of 32. A cut entry is less than two units above its entry and less than one
 below, so the winner less two units is below the largest entry, by less than three.
 
-Over a slow network, where comparison keys make a level one round, the last entries of each row (up to 16) meet all at
-once: every pair is compared, an entry's rank is how many come before it, and 2^(l+1) rank + entry is below 2^l for the
-first alone, if entries lie between 0 and 2^l: one more comparison, of the bits of a rank, gives that entry times 1, and
-the others times 0. Two rounds for 5 to 16 entries, and more keys.
+Where few cut entries are left, all of a group meet at once: every pair is compared, an entry's rank is how many come
+before it, and one more comparison, of the bits of a rank, keeps the entry of rank 0. That is 6 rounds for groups of up
+to 8 entries and 7 for 16, in place of 12 and 16; `_fastest` finds the sizes of groups, level by level, by the network.
 
-Ranks: every pair is compared once; an entry's rank is how many are larger, and among equals how many stand before it.
-All ranks are there after one comparison, and one more of a few bits says which are below k, whatever n and k are. Where
-only the best groups of entries count, the same comparisons say how many of each group are larger than an entry, and
-one product with the secret groups makes its rank of these. (`oblivious.topk` has other methods, chosen by cost.)
+Over a slow network, where comparison keys make a level one round, whole entries (up to 16) meet at once, too, and
+2^(l+1) rank + entry is below 2^l for the first alone, if entries lie between 0 and 2^l: one more comparison, of the
+bits of a rank, gives that entry times 1, and the others times 0. Two rounds for 5 to 16 entries, and more keys.
 
 Arg max: the first entry of a pair wins ties, so the winner is the first maximum of its block. One injection moves value
 and index: (a, i) - [a < b] (a - b, i - j). Where comparison keys may be used, both are one number, 2^k value + (n - 1 -
@@ -23,8 +21,7 @@ index), a level is one round, and a division with its remainder takes them apart
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 
 import torch
 from torch import Tensor
@@ -32,9 +29,11 @@ from torch import Tensor
 from private_llm.errors import DomainError
 from private_llm.exact.comparisons import chosen_below, coarse_span, exact_span, reach, sign_bits
 from private_llm.exact.ragged_rows import Rows
+from private_llm.exact.ranks import losses, rank_bits
 from private_llm.protocols.one_step import Pieces, PiecesShape
+from private_llm.protocols.registry import Pricing
 from private_llm.protocols.share import BitShare, Share
-from private_llm.tensor.fixed import Fixed, narrows, negative
+from private_llm.tensor.fixed import Fixed, by_keys, narrows, negative
 
 
 def maximum(x: Fixed, coarse: bool = False) -> Fixed:
@@ -42,15 +41,19 @@ def maximum(x: Fixed, coarse: bool = False) -> Fixed:
 
     Exact: 57 bytes per pair, 5 rounds a level (trio, 18 fractional bits, 64-bit ring). With `coarse`, for |x| < 2^20 -
     2^10, under trio and dealer less than 3/16 below, never above, and right in the lowest 40 bits (`Fixed.width`): 29
-    bytes per pair, 4 rounds a level. Elsewhere (`is_cut`) each level may choose the smaller of two entries less than
-    2^-6 apart: 49 bytes per pair. By comparison keys 1 round a level, and where the stated network makes them pay
-    (`at_once`), 2 for the last 3 or 4 levels.
+    bytes per pair, 4 rounds a level, or 6 or 7 for 3 or 4 levels where few entries are left. Elsewhere (`is_cut`) each
+    level may choose the smaller of two entries less than 2^-6 apart: 49 bytes per pair. By comparison keys 1 round a
+    level, and where the stated network makes them pay (`at_once`), 2 for the last 3 or 4 levels.
     """
     if coarse and is_cut(x):
         return _restored(maximum(_cut(x)), x)
     while x.shape[-1] > 1:
         if at_once(x, coarse):
             return _first_of_all(x)
+        size = _group_size(x, x.numel() // x.shape[-1], x.shape[-1])
+        if size > 2:
+            x = _firsts(_in_groups(x, size))
+            continue
         half = x.shape[-1] // 2
         top = larger(_last(x, 0, half), _last(x, half, 2 * half), coarse)
         x = concatenated([top, _last(x, 2 * half, x.shape[-1])], -1) if x.shape[-1] % 2 else top
@@ -65,14 +68,13 @@ def maximum_ragged(x: Fixed, rows: Rows, coarse: bool = False) -> Fixed:
     rows.check(x)
     if coarse and is_cut(x):
         return _restored(maximum_ragged(_cut(x), rows), x)
-    keys = "piecewise" in x.session.protocol.primitives
     part = x.share.parts[0]
     for level in rows.numbers(part.device).tournament:
-        if keys and _FEWEST <= rows.longest <= _MOST:
+        if 2 < rows.longest <= _MOST:
             square = _square(x, rows)
-            if at_once(square, coarse):
-                return _first_of_all(square).view(lambda part: part.reshape(-1))
-        rows = rows.halved if keys else rows
+            if at_once(square, coarse) or _group_size(x, rows.count, rows.longest) == rows.longest:
+                return maximum(square, coarse).view(lambda part: part.reshape(-1))
+        rows = rows.halved
         top = larger(_taken(x, level.left), _taken(x, level.right), coarse)
         x = concatenated([top, _taken(x, level.bye)], 0)
         x = _taken(x, level.order)
@@ -88,9 +90,8 @@ def _square(x: Fixed, rows: Rows) -> Fixed:
 
 def is_cut(x: Fixed) -> bool:
     """Whether a coarse maximum of x is one of cut entries: not by comparison keys. Local and public."""
-    protocol, ring = x.session.protocol, x.session.ring
-    possible = narrows(x.session) and "piecewise" not in protocol.primitives and x.frac >= CUT_BITS
-    return possible and x.frac - CUT_BITS + _cut_width(x) <= (ring.bits if x.width is None else x.width)
+    possible = narrows(x.session) and not by_keys(x.session, x.numel()) and x.frac >= CUT_BITS
+    return possible and x.frac - CUT_BITS + _cut_width(x) <= (x.session.ring.bits if x.width is None else x.width)
 
 
 def _cut_width(x: Fixed) -> int:
@@ -103,6 +104,48 @@ def _cut(x: Fixed) -> Fixed:
 
 def _restored(winner: Fixed, x: Fixed) -> Fixed:
     return winner.finer(x.frac) - 2.0 ** (1 - CUT_BITS)
+
+
+def _group_size(x: Fixed, rows: int, width: int) -> int:
+    """How many neighbours in rows of `width` cut entries should meet at this level: 2, or a group. Local and public."""
+    if x.width is None or width == 1 or x.session.config.adder == "ripple":
+        return min(width, 2)
+    keys = "piecewise" in x.session.protocol.primitives
+    return _fastest(Pricing.of(x.session.config), keys, rows, width, exact_span(x, extra=1)[0], x.width)[1]
+
+
+@lru_cache(maxsize=4096)
+def _fastest(pricing: Pricing, keys: bool, rows: int, width: int, bits: int, right: int) -> tuple[float, int]:
+    """(seconds of a tournament, entries that meet at its first level); bits: compared, right: of an entry."""
+    if width == 1:
+        return 0.0, 1
+    found = []
+    for most in range(2, min(width, _MOST) + 1):
+        groups = -(-width // most)
+        size = -(-width // groups)
+        met = pricing.sign_seconds(keys, rows * (width // 2 if most == 2 else groups * size * (size - 1) // 2), bits)
+        kept = rows * (width // 2 if most == 2 else groups * size)
+        chosen = pricing.prices.inject(pricing.ring, kept, 1, 1, 0, right)
+        if most > 2:
+            met += pricing.seconds(pricing.comparison(kept, rank_bits(size)))
+        found.append((met + pricing.seconds(chosen) + _fastest(pricing, keys, rows, groups, bits, right)[0], size))
+    return min(found)
+
+
+def _in_groups(x: Fixed, size: int) -> Fixed:
+    """[.., n] to [.., groups, size]; the last group has copies of the last entry. Local."""
+    width = x.shape[-1]
+    groups = -(-width // size)
+    places = torch.arange(groups * size, device=x.share.parts[0].device).clamp(max=width - 1)
+    return x.view(lambda part: part[..., places].unflatten(-1, (groups, size)))
+
+
+def _firsts(x: Fixed) -> Fixed:
+    """The largest of each group of cut entries, [.., groups, size] to [.., groups]: see `_fastest`."""
+    bits = rank_bits(x.shape[-1])
+    rank = losses(x, 1, bits).view(lambda part: part.squeeze(-1))
+    first = rank.less_than([1.0], bits=bits)
+    return x.select(first, [1], [0.0]).sum(-1)
 
 
 def larger(a: Fixed, b: Fixed, coarse: bool) -> Fixed:
@@ -122,7 +165,7 @@ def at_once(x: Fixed, coarse: bool) -> bool:
     if not _FEWEST <= width <= _MOST or "piecewise" not in x.session.protocol.primitives or not x.numel():
         return False
     rows, last = x.numel() // width, _chosen_shape(x)
-    if last.bits > x.session.ring.bits:
+    if last.bits > (x.session.ring.bits if x.width is None else x.width):
         return False
     bits, low = (coarse_span if coarse else exact_span)(x, extra=1)
     times = [x.proto.key_seconds(rows * (width >> level), PiecesShape(1, 1, bits, low)) for level in (1, 2, 3, 4)]
@@ -267,83 +310,3 @@ def _level(x: Fixed, index: Fixed) -> tuple[Fixed, Fixed]:
         return won[0], won[1]
     rest = [v.view(lambda part: part[..., even:]) for v in (x, index)]
     return concatenated([won[0], rest[0]], -1), concatenated([won[1], rest[1]], -1)
-
-
-# -- the k largest ---------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Groups:
-    """Neighbours of a row as `count` equal groups, of which `kept` count: those whose `best` largest sum to most."""
-
-    count: int
-    kept: int
-    best: int
-
-
-def among_largest(x: Fixed, k: int) -> Fixed:
-    """1 for the k largest entries over the last dimension, else 0: [..., n] to [..., n], no fractional bits.
-
-    |x| < 2^20. Exact; of equal entries the first ones count. n (n - 1) / 2 comparisons of an activation's bits, and n
-    of log2 n bits: 1564 bytes and 7 rounds for rows of 8, 6255 and 8 for 16 (trio, 18 fractional bits, 64-bit ring);
-    by comparison keys 2 rounds.
-    Local for k = n. Raises DomainError unless 0 < k <= n.
-    """
-    width = x.shape[-1]
-    if not 0 < k <= width:
-        raise DomainError(f"among_largest: got k={k}; want 1 to {width}, the entries of a row")
-    if k == width:
-        ones = torch.ones(x.shape, dtype=x.session.ring.dtype, device=x.share.parts[0].device)
-        return x.with_share(x.proto.public(ones), 0)
-    return _below(losses(x, 1).view(lambda part: part.squeeze(-1)), k)
-
-
-def among_largest_of_groups(x: Fixed, k: int, groups: Groups) -> Fixed:
-    """1 for the k largest entries of the best groups, else 0: [..., n] to [..., n], no fractional bits.
-
-    |x| < 2^20 / best. Which groups count is as secret as which entries do. Exact, equals as in `among_largest`. The
-    comparisons of all pairs of entries and of groups, and a product for each entry where a group's sum has to be made
-    (best < n / count), one for its rank and one for its group. Raises DomainError for groups that do not divide n, or
-    hold fewer than k entries.
-    """
-    width = x.shape[-1]
-    size = width // max(groups.count, 1)
-    if groups.count * size != width or not 0 < groups.kept <= groups.count or not 0 < groups.best <= size:
-        raise DomainError(f"among_largest: got {groups} for rows of {width} entries; want groups of equal size")
-    if not 0 < k <= groups.kept * size:
-        raise DomainError(f"among_largest: got k={k}; want 1 to {groups.kept * size}, the entries of the groups kept")
-    if groups.kept == groups.count:
-        return among_largest(x, k)
-    lost = losses(x, groups.count)  # [..., n, groups]
-    own = torch.arange(width, device=x.share.parts[0].device) // size
-    inside = lost.view(lambda part: part.gather(-1, own.view(-1, 1).expand(*part.shape[:-1], 1)).squeeze(-1))
-    held = x if groups.best == size else x.mul(_below(inside, groups.best, size), frac=x.frac)
-    kept = among_largest(held.view(lambda part: part.unflatten(-1, (groups.count, size)).sum(-1)), groups.kept)
-    rank = lost.matmul(kept.view(lambda part: part.unsqueeze(-1)), frac=0).view(lambda part: part.squeeze(-1))
-    return _below(rank, k).mul(kept.view(lambda part: part[..., own]), frac=0)
-
-
-def losses(x: Fixed, groups: int) -> Fixed:
-    """How many of each group beat an entry, being larger, or equal and before it: [..., n] to [..., n, groups]."""
-    width = x.shape[-1]
-    size = width // groups
-    first, second = torch.triu_indices(width, width, 1).to(x.share.parts[0].device)
-    gap = x.view(lambda part: part[..., first] - part[..., second])
-    later = negative(gap, exact_span(gap, extra=1)[0])  # [the first of the pair is smaller]
-    shape = (*x.shape[:-1], width * groups)
-    at_first, at_second = first * groups + second // size, second * groups + first // size
-
-    def count(part: Tensor) -> Tensor:
-        part = part.reshape(gap.shape)
-        made = torch.zeros(shape, dtype=part.dtype, device=part.device)
-        made.index_add_(-1, at_first, part).index_add_(-1, at_second, -part)
-        return made.view(*x.shape, groups)
-
-    # as the second of its pairs an entry comes after all of these
-    before = (torch.arange(width).view(-1, 1) - size * torch.arange(groups)).clamp(0, size).to(torch.float32)
-    return later.view(count) + before
-
-
-def _below(rank: Fixed, k: int, most: int | None = None) -> Fixed:
-    """[rank < k] for whole numbers below `most` (default: the entries of a row), as 0 or 1."""
-    most = rank.shape[-1] if most is None else most
-    made = negative(rank - k, (most - 1).bit_length() + 1)
-    return made.view(lambda part: part.reshape(rank.shape))

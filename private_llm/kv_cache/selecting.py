@@ -242,7 +242,8 @@ def _scores(call: AttentionQuery, key: Fixed, alone: bool, takes: int, seen: Ten
     grouped = scaled(grouped, call.scale if softcap is None else call.scale / softcap)
     grouped = grouped.rescale(session.frac) if grouped.frac > session.frac + SLACK else grouped
     turned = key.view(lambda part: part.transpose(-1, -2))
-    width = score_width(session, alone) if softcap is None and narrows(session) else None
+    count = grouped.numel() // grouped.shape[-1] * key.shape[2]
+    width = score_width(session, count, alone) if softcap is None and narrows(session) else None
     if width is None:
         scores = grouped.matmul(turned, frac=grouped.frac + turned.frac)
     else:

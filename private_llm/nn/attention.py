@@ -37,7 +37,7 @@ from private_llm.protocols.share import Share
 from private_llm.ranges import REACH
 from private_llm.replay.program_cache import repeat
 from private_llm.replay.regions import uses_cuda_graphs
-from private_llm.tensor.fixed import Fixed, module_bits
+from private_llm.tensor.fixed import Fixed, by_keys, module_bits
 from private_llm.tensor.range_check import watch_flat
 from private_llm.tensor.scale import dyadic, times_scalar
 from private_llm.tensor.secret import SLACK, SecretTensor
@@ -79,6 +79,11 @@ class Pattern:
     def longest(self) -> int:
         """Entries of the longest row."""
         return self.shape[-1] if self.select is None else self.rows.longest
+
+    @property
+    def count(self) -> int:
+        """Number of scores."""
+        return math.prod(self.shape) if self.select is None else len(self.select)
 
     def row_numbers(self, device: torch.device) -> Tensor:
         """int64: `seeing`, or all of them, where the scores lie."""
@@ -224,7 +229,7 @@ def _attended(
     query = call.query.view(lambda part: part.reshape(*grouped, depth))
     alone = bias is None and sinks is None  # the range of scores tells nothing of what is added to them
     if softcap is None:
-        width = score_width(query.session, alone)
+        width = score_width(query.session, pattern.count, alone)
         scores = _scores(query, key, scale, pattern.select, query.session.frac, width)
     else:
         capped = precise_tanh(_scores(query, key, scale / softcap, pattern.select, query.session.frac + SLACK))
@@ -247,7 +252,7 @@ def _attended(
             sinks = sinks.view(lambda part: part[pattern.row_numbers(part.device) // queries % heads])
         weights = soften(scores, pattern, sinks, present)
     weighing = weights.view(lambda part: part.reshape(*grouped, keys))
-    known = module_bits(value.session)
+    known = module_bits(value.session, _outputs(pattern, value))
     mixed = mixed_values(weighing, value, pattern, known.read_frac, known.width(known.read_frac, values=True))
     mass = _mass(weights, groups, counted, among) if counted else None
     return mixed.view(lambda part: part.reshape(batch, heads, queries, -1)), mass
@@ -279,8 +284,11 @@ def _late_bits(scores: Fixed, value: Fixed, pattern: Pattern) -> tuple[int, int]
     exponentials, mixed = min(EXP_BITS, room - value.frac - sums), min(session.frac, room - inverse_bits(width))
     if exponentials < LEAST_EXP_BITS or mixed < LEAST_MIXED_BITS:
         return None
-    outputs = math.prod(pattern.shape[:-1]) * value.shape[-1]
-    return (exponentials, mixed) if outputs < scores.numel() else None
+    return (exponentials, mixed) if _outputs(pattern, value) < scores.numel() else None
+
+
+def _outputs(pattern: Pattern, value: Fixed) -> int:
+    return math.prod(pattern.shape[:-1]) * value.shape[-1]
 
 
 def _divided_last(
@@ -298,7 +306,7 @@ def _divided_last(
     weights = e.view(lambda part: part.reshape(*grouped, pattern.shape[-1]))
     mixed = mixed_values(weights, value, pattern, frac)
     watch_flat(mixed, max(value.session.exponent("value") or 0, 0) + sum_bits(pattern.longest) + frac)
-    known = module_bits(value.session)
+    known = module_bits(value.session, _outputs(pattern, value))
     width = known.width(known.read_frac, values=True)
     return mixed.mul(inverse.view(lambda part: part.reshape(*grouped, 1)), known.read_frac, width=width)
 
@@ -313,14 +321,14 @@ def _mass(weights: Fixed, groups: int, counted: int, among: Tensor | None) -> Fi
     return newest.sum(2)
 
 
-def score_width(session: Session, alone: bool) -> int | None:
-    """How many of the lowest bits of scores softmax reads, one by circuits and `exponential`; None: all of them.
+def score_width(session: Session, count: int, alone: bool) -> int | None:
+    """How many of the lowest bits of `count` scores softmax reads, one by circuits and `exponential`; None: all.
 
     Curves by comparison keys multiply scores, and so do the squares of other approximations. alone: nothing is added to
     scores, so that their calibrated range holds. Local and public.
     """
-    protocol, known = session.protocol, session.exponent("score") if alone else None
-    by_circuits = "exponential" in protocol.primitives and "piecewise" not in protocol.primitives
+    known = session.exponent("score") if alone else None
+    by_circuits = "exponential" in session.protocol.primitives and not by_keys(session, count)
     if session.config.approximations != "ours" or not by_circuits:
         return None
     return session.frac + ROOM + (REACH if known is None else min(REACH, max(known, SHORTEST) + 1))

@@ -49,13 +49,13 @@ def _measured(
     return value, square, gain
 
 
-def _frac(session: Session, *vectors: Tensor | None) -> int:
-    """Fractional bits of a norm's results: fewer where it has no weights, as where linear layers have taken them.
+def _frac(session: Session, count: int, *vectors: Tensor | None) -> int:
+    """Fractional bits of a norm's `count` results: fewer without weights, as where linear layers have taken them.
 
     A linear layer drops what its factors have too much, for each of its outputs. Norms that never had weights are
     rounded alike, to 2^-16, whoever reads them.
     """
-    return fewest_frac(session) if all(each is None for each in vectors) else session.frac
+    return fewest_frac(session, count) if all(each is None for each in vectors) else session.frac
 
 
 def rms_norm_rule(x: SecretTensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> SecretTensor:
@@ -64,7 +64,9 @@ def rms_norm_rule(x: SecretTensor, weight: Tensor | None, eps: float, offset: fl
     Calibration may cut x to fewer fractional bits first (1 round), for good.
     """
     value, square, bound = _measured(x, weight, eps)
-    made = norms.rms_norm(value, gain(weight, offset), eps, _frac(x.session, weight), square=square, gain=bound)
+    made = norms.rms_norm(
+        value, gain(weight, offset), eps, _frac(x.session, x.numel(), weight), square=square, gain=bound
+    )
     return SecretTensor(made)
 
 
@@ -88,7 +90,7 @@ def layer_norm_rule(
     """
     _last_only(x, normalized_shape, "layer_norm")
     value, square, bound = _measured(x, weight, eps, centred=True)
-    frac = _frac(x.session, weight, bias)
+    frac = _frac(x.session, x.numel(), weight, bias)
     made = norms.layer_norm(value, gain(weight), gain(bias), eps, frac, square=square, gain=bound)
     return SecretTensor(made)
 

@@ -30,7 +30,7 @@ from private_llm.errors import DomainError
 from private_llm.kernels.address import Array
 from private_llm.kernels.ops import packed_words
 from private_llm.kernels.waves import Digits, Factors, Integers, Secrets
-from private_llm.ring.comparison_keys import shared_ways
+from private_llm.ring.comparison_keys import cipher_blocks, shared_ways
 
 Polynomial = tuple[int, ...]  # coefficients of 1, x, x^2: integers, modulo the ring size
 
@@ -74,6 +74,14 @@ class PiecesShape:
     def words(self) -> int:
         """Words of a key's value: the powers of the mask."""
         return self.degree + 1
+
+    def cipher_blocks(self, count: int) -> int:
+        """Of the party that has most of `count` keys' work: making one takes it twice what one way costs another."""
+        ways = -(-self.thresholds // _SHARED)
+        return count * max(2, ways) * cipher_blocks(self.levels, self.words)
+
+
+_SHARED = 3  # thresholds that take as long as one way alone: most share their ways' first half (3.3 for SiLU)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from private_llm.protocol_facts import ProtocolFacts, add_facts, protocol_facts,
 from private_llm.protocols.dealer import DealerArithmetic, DealerParty, DealerShuffles
 from private_llm.protocols.ends import ClientEnd, PartySetup
 from private_llm.protocols.exact import exact
+from private_llm.protocols.one_step import PiecesShape
 from private_llm.protocols.plain import CheckedPlain, Plain, PlainClient, open_plain
 from private_llm.protocols.prices import Adder, Prices
 from private_llm.protocols.protocol import DECLARED, Protocol
@@ -187,6 +188,13 @@ class Pricing:
             return Cost()
         prefix, ripple = (made(count, bits, thresholds) for made in (self.prices.msb, self.prices.msb_ripple))
         return ripple if self.adder.ripples(lambda: prefix, lambda: ripple) else prefix
+
+    def sign_seconds(self, keys: bool, count: int, bits: int) -> float:
+        """What `msb` of `count` elements of `bits` bits takes, or where `keys` may, comparison keys for it if less."""
+        shape, circuit = PiecesShape(1, 1, bits), self.seconds(self.comparison(count, bits))
+        made = self.prices.piecewise(self.ring, count, shape) if keys else None
+        by_keys = None if made is None else self.adder.key_seconds(made, shape.cipher_blocks(count))
+        return circuit if by_keys is None else min(circuit, by_keys)
 
     def numbers(self, count: int, rows: int = 1) -> Cost:
         """Sums of `rows` bits as `count` ring elements."""

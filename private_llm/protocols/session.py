@@ -45,7 +45,7 @@ class NumericContext:
         self.compared_quantity = "compare"
         self.shared_ranges: frozenset[str] = frozenset()
         self.lazy_masks = False
-        self.module_bits: dict[tuple[str, frozenset[str]], Any] = {}
+        self.module_bits: dict[tuple[str, frozenset[str], bool], Any] = {}
         self.tokens: Tensor | None = None
 
 

@@ -23,7 +23,7 @@ from private_llm.protocols.prices import Prices
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import BitShare, BitWidths, Share
-from private_llm.ranges import Ranges
+from private_llm.ranges import REACH, Ranges
 from private_llm.ring.ring import Ring
 
 SEEN = 5
@@ -228,6 +228,8 @@ class Fixed:
         wanted = bits if width is None or not narrows(self.session) else min(width, bits)
         right = min(x.width or bits, y.width or bits)
         enough = bits if below is None else max(below + x.frac + y.frac + SEEN, shift + 3)
+        if shift == 0 and wanted <= right < bits:
+            return x, y, 0, None
         if shift <= 0 or right < min(enough, wanted + shift):
             x = self.restore_high_bits()
             y, right = x if other is self else other.restore_high_bits(), bits
@@ -272,11 +274,15 @@ class Fixed:
 
         `bits` and `low` bound the adder as in `Protocol.msb`: x - threshold must fit `bits` bits, and where x lies less
         than 2^(low - frac) above a threshold the bit may be 1. Thresholds are rounded to `frac` bits. 4 rounds and
-        40.75 bytes an element for 64 bits, 22.25 for each further threshold. Values that are right in fewer bits
-        are restored first. Raises DomainError as `Protocol.msb`.
+        40.75 bytes an element for 64 bits, 22.25 for each further threshold; up to 32 elements meet several thresholds
+        as one vector, since vectors take whole words. Values that are right in fewer bits are restored first. Raises
+        DomainError as `Protocol.msb`.
         """
         x = self if self.width is None or (bits is not None and bits <= self.width) else self.restore_high_bits()
-        return x.proto.msb(x.share, _offsets(tuple(thresholds), self.frac), bits, low)
+        offsets = _offsets(tuple(thresholds), self.frac)
+        if len(offsets) == 1 or not 0 < x.numel() <= _FEW:
+            return x.proto.msb(x.share, offsets, bits, low)
+        return _side_by_side(x, offsets, bits, low)
 
     def select(
         self, bits: BitShare, weights: Sequence[int], constants: Sequence[float], frac: int | None = None
@@ -326,30 +332,44 @@ class ModuleBits:
         return None if read is None or read + frac >= 64 else read + frac
 
 
-def module_bits(session: Session) -> ModuleBits:
-    """Those of the running module; found once, for a layer asks at every step. Public and local."""
+def module_bits(session: Session, count: int = 0) -> ModuleBits:
+    """Those of the running module for results of `count` elements; found once, for a layer asks at every step. Public
+    and local.
+    """
     numerics = session.numerics
-    key = session.protocol.module, numerics.shared_ranges
+    key = session.protocol.module, numerics.shared_ranges, by_keys(session, count)
     found: ModuleBits | None = numerics.module_bits.get(key)
     if found is None or found.ranges is not numerics.ranges:
         frac, output, read, value = map(session.exponent, ("frac", "output", "read", "value"))
-        read_frac = session.frac if read is None else fewest_frac(session)
-        read = read if _reads_less(session) else None
+        read_frac = session.frac if read is None else fewest_frac(session, count)
+        read = read if _reads_less(session, count) else None
         widths = [None if read is None else max(read, size or 0) + SEEN for size in (output, value)]
         kept = None if frac is None else min(frac, session.frac)
         found = numerics.module_bits[key] = ModuleBits(numerics.ranges, kept, read_frac, output, *widths)
     return found
 
 
-def fewest_frac(session: Session) -> int:
-    """Fractional bits of what products alone read: the session's, READ_BITS at most where that saves bytes. Public."""
-    return min(session.frac, READ_BITS) if _reads_less(session) else session.frac
+def fewest_frac(session: Session, count: int) -> int:
+    """Fractional bits of `count` elements that products alone read: the session's, READ_BITS at most where that saves
+    bytes. Public.
+    """
+    return min(session.frac, READ_BITS) if _reads_less(session, count) else session.frac
 
 
-def _reads_less(session: Session) -> bool:
-    """Whether results that products alone read may have fewer bits here. Public."""
-    by_circuits = "piecewise" not in session.protocol.primitives
-    return by_circuits and narrows(session) and session.config.approximations == "ours"
+def _reads_less(session: Session, count: int) -> bool:
+    """Whether `count` results that products alone read may have fewer bits here. Public."""
+    return narrows(session) and not by_keys(session, count) and session.config.approximations == "ours"
+
+
+def by_keys(session: Session, count: int) -> bool:
+    """Whether functions of `count` elements run by comparison keys, which multiply by whole arguments: those for which
+    a ReLU would. Public and local.
+    """
+    protocol, ring = session.protocol, session.ring
+    if "piecewise" not in protocol.primitives:
+        return False
+    bits = min(ring.bits, session.frac + REACH + 1)
+    return protocol.takes_keys(count, PiecesShape(1, 1, bits), step_price, ring, count, bits, 1, 0, 1)
 
 
 def _product(x: Fixed, share: Share, frac: int, y: Fixed, widths: BitWidths | None) -> Fixed:
@@ -368,26 +388,67 @@ def arithmetic(session: Session, bits: BitShare, constants: Sequence[float], fra
     return Fixed(session, session.protocol.inject(bits, None, encoded, encoded), frac)
 
 
-def negative(x: Fixed, bits: int | None = None) -> Fixed:
+def negative(x: Fixed, bits: int | None = None, width: int | None = None) -> Fixed:
     """The sign as a number, 1 where x < 0, else 0: x of any shape to [x.numel()], no fractional bits. Exact.
 
-    bits: -2^(bits-1) <= ring element < 2^(bits-1), default the whole ring, in which nothing is out of range. 65 bytes
-    an element and 5 rounds for 64 bits (trio); by comparison keys, where those are the way to go, 4 kB and 1 round.
-    Raises DomainError unless 2 <= bits <= ring bits.
+    bits: -2^(bits-1) <= ring element < 2^(bits-1), default the whole ring, in which nothing is out of range. width:
+    bits of the result that are read (default: all). 65 bytes an element and 5 rounds for 64 bits (trio); by comparison
+    keys, where those are the way to go, 4 kB and 1 round. Raises DomainError unless 2 <= bits <= ring bits.
     """
-    ring, x = x.session.ring, x.restore_high_bits()
-    bits, count = ring.bits if bits is None else bits, x.numel()
-    if not x.proto.takes_keys(count, PiecesShape(1, 1, bits), step_price, ring, count, bits):
-        return arithmetic(x.session, x.less_than([0.0], bits=bits), [1.0], 0)
+    ring, bits = x.session.ring, x.session.ring.bits if bits is None else bits
+    x, count = x if x.width is not None and bits <= x.width else x.restore_high_bits(), x.numel()
+    low = width if narrows(x.session) else None
+    if not x.proto.takes_keys(count, PiecesShape(1, 1, bits), sign_price, ring, count, bits, low):
+        made = x.proto.inject(x.less_than([0.0], bits=bits), None, (1,), (1,), low=low)
+        return Fixed(x.session, made, 0, low)
     (made,) = x.proto.piecewise(x.share.map(lambda part: part.reshape(-1)), Pieces((0,), (((1, 0),),), ((0, 0),), bits))
-    return x.with_share(made, 0)
+    return Fixed(x.session, made, 0)
+
+
+_FEW = 32  # elements that leave half of a word of bits empty, or more
+
+
+def _side_by_side(x: Fixed, offsets: tuple[int, ...], bits: int | None, low: int) -> BitShare:
+    """`less_than` of few elements: a copy of them for each threshold, in lanes of its own of one vector."""
+    count, rows, lanes = x.numel(), len(offsets), _lanes(x.numel())
+    copies = x.share.map(
+        lambda part: torch.nn.functional.pad(part.reshape(-1), (0, lanes - count)).expand(rows, lanes).reshape(-1)
+    )
+    constants, shifts = _lane_constants(offsets, lanes, x.session.ring, copies.parts[0].device)
+    found = x.proto.msb(x.proto.add_public(copies, constants), (0,), bits, low)
+    parts = ((part.view(-1, 1) >> shifts).view(-1, 1)[:rows] for part in found.parts)
+    return BitShare(tuple(parts), count)
+
+
+def _lanes(count: int) -> int:
+    """The least power of two that holds `count` >= 1 elements."""
+    return 1 << (count - 1).bit_length()
+
+
+@lru_cache(maxsize=1024)
+def _lane_constants(offsets: tuple[int, ...], lanes: int, ring: Ring, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What each copy gets added, and where in a word each begins; never written to."""
+    column = torch.tensor([[ring.constant(offset)] for offset in offsets], dtype=ring.dtype, device=device)
+    return column.expand(-1, lanes).reshape(-1), torch.arange(0, 64, lanes, device=device)
+
+
+def less_than_price(prices: Prices, count: int, bits: int, thresholds: int = 1, low: int = 0) -> Cost:
+    """Of `Fixed.less_than` by a circuit, for values of `bits` bits."""
+    if thresholds == 1 or not 0 < count <= _FEW:
+        return prices.msb(count, bits, thresholds, low)
+    return prices.msb(thresholds * _lanes(count), bits, 1, low)
+
+
+def sign_price(prices: Prices, ring: Ring, count: int, bits: int, low: int | None) -> Cost:
+    """Of `negative` by a circuit."""
+    return prices.msb(count, bits) + prices.inject(ring, count, 1, 0, 0, low)
 
 
 def step_price(
     prices: Prices, ring: Ring, count: int, bits: int, rows: int = 1, low: int = 0, weighted: int = 0
 ) -> Cost:  # fmt: skip
     """Of comparisons with `rows` thresholds and an injection of `weighted` numbers."""
-    return prices.msb(count, bits, rows, low) + prices.inject(ring, count, rows, weighted, 0)
+    return less_than_price(prices, count, bits, rows, low) + prices.inject(ring, count, rows, weighted, 0)
 
 
 @lru_cache(maxsize=1024)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -32,7 +33,7 @@ def layer_product(x: Fixed, y: Fixed, frac: int | None) -> Fixed:
 
     Less where calibration knows the size of the running layer's results and of what reads them, and fewer bits then.
     """
-    bits = module_bits(x.session)
+    bits = module_bits(x.session, math.prod(x.shape[:-1]) * y.shape[-1])
     frac = bits.read_frac if frac is None else frac
     return x.matmul(y, frac=frac, below=bits.output, width=bits.width(frac))
 

@@ -119,7 +119,7 @@ def mul(x: AnyOperand, y: AnyOperand) -> SecretTensor:
         same_session(x, y)
         session = x.session
         followed = x.shape == y.shape and x.dim() > 1  # by calibration, which knows who reads such products alone
-        bits = module_bits(session)
+        bits = module_bits(session, x.numel())
         frac = bits.read_frac if followed else session.frac
         product = x.to_operand(narrow=True).mul(
             y.to_operand(narrow=True), frac, bits.output, bits.width(frac) if followed else None

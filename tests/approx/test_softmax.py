@@ -19,6 +19,7 @@ from private_llm.protocols.one_step import TOTAL_BITS
 from private_llm.protocols.registry import trio_prices as cost
 from private_llm.protocols.share import BitWidths
 from private_llm.ring.ring import Ring
+from tests.exact.prices import tournament_price
 from tests.harness import PLAIN, TRIO, run_meta, run_parties
 
 both = pytest.mark.parametrize("config", [PLAIN, TRIO], ids=["plain", "trio"])
@@ -109,18 +110,17 @@ def test_empty_rows_count_for_nothing() -> None:
     assert float((run.value - ragged_truth(x, Rows((3, 2)))).abs().max()) <= 1e-4
 
 
-def price(entries: int, pairs: list[int], row_count: int, width: int) -> Cost:
+def price(entries: int, row_count: int, width: int) -> Cost:
     """The module's steps, in formulas: tournament, exp, reciprocal of the row sums, product."""
-    total = Cost()
-    for pair in pairs:
-        total = total + cost.msb(pair, 26) + cost.inject(R, pair, 1, 1, 0, low=26)
+    total = tournament_price(row_count, width, 26)
     total = total + cost.msb(entries, 40, low=18) + cost.exponential(R, entries, TOTAL_BITS - 24)
     high = 1.3 * width
     whole = math.ceil(math.log2(high))
     thresholds, _ = grid(QUARTERS, 0.99, high)
     count = len(thresholds)
     given = 24 + 6 + whole + 4
-    total = total + cost.msb(row_count, 24 + whole + 2, count, low=15)
+    assert row_count <= 8  # which all thresholds meet side by side, 8 lanes each
+    total = total + cost.msb(8 * count, 24 + whole + 2, low=15)
     total = total + cost.inject(R, row_count, count, count, 0, low=given)
     total = total + cost.truncate(R, row_count, 24 + 6 + whole - 18, BitWidths(given, 64))
     total = total + cost.poly(R, row_count, 3, 3 * 18 + 6 - 18)
@@ -130,7 +130,7 @@ def price(entries: int, pairs: list[int], row_count: int, width: int) -> Cost:
 
 def test_price_is_the_sum_of_its_steps() -> None:
     run = run_parties(TRIO, lambda _, a: softmax(a), [scores(7, 64)])
-    assert run.cost == price(7 * 64, [7 * 2**k for k in range(5, -1, -1)], 7, 64)
+    assert run.cost == price(7 * 64, 7, 64)
     assert run_meta(TRIO, lambda _, a: softmax(a), [(7, 64)]) == run.cost
 
 
@@ -152,7 +152,8 @@ def test_one_entry_of_a_long_row_may_have_all_of_it(width: int) -> None:
     p = dense(TRIO, x)
     assert float((p - x.softmax(-1)).abs().max()) <= 1e-4
     rounds = run_meta(TRIO, lambda _, a: softmax(a), [(1, width)]).rounds
-    assert rounds == 4 * math.ceil(math.log2(width)) + 15 + (width > 6301)
+    assert rounds == tournament_price(1, width, 26).rounds + 15 + (width > 6301)
+    assert rounds < 4 * math.ceil(math.log2(width))
 
 
 def test_refusals() -> None:

@@ -14,12 +14,14 @@ from private_llm.exact.comparisons import comparing
 from private_llm.exact.maximum import argmax, first_maximum, is_cut, maximum, maximum_ragged
 from private_llm.exact.ragged_rows import Rows
 from private_llm.net.ledger import Cost
+from private_llm.protocols.registry import Pricing
 from private_llm.protocols.registry import trio_prices as cost
 from private_llm.protocols.session import Session, meta_session
 from private_llm.protocols.share import Share
 from private_llm.ranges import Ranges
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
+from tests.exact.prices import group_price, pair_price, tournament_price
 from tests.harness import PLAIN, TRIO, run_meta, run_parties
 
 NARROW = PrivateConfig(ring=32, frac_bits=12)
@@ -197,8 +199,41 @@ def test_a_maximum_of_cut_entries_is_near_and_never_above(protocol: str, rows: R
     assert float(gap.max()) < 3 / 16
 
 
+@pytest.mark.parametrize("size", [3, 4, 5, 7, 8, 9, 15, 16])
+@pytest.mark.parametrize("protocol", ["trio", "dealer"])
+def test_groups_of_cut_entries_meet_at_once(protocol: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Near and never above, with equal entries, and the last group filled with copies."""
+    config, x = PrivateConfig.from_dict({"protocol": protocol}), spread_rows()[:, : 2 * size + 1]
+    monkeypatch.setattr("private_llm.exact.maximum._group_size", lambda x, rows, width: size if width > 3 else 3)
+    run = run_parties(config, lambda _, a: lifted(maximum(a, coarse=True)), [x])
+    gap = x.amax(-1, keepdim=True) - run.value
+    assert float(gap.min()) > 0
+    assert float(gap.max()) < 3 / 16
+    if protocol == "trio":
+        assert run.cost == group_price(64 * 3, size, 26) + group_price(64, 3, 26)
+
+
+def test_groups_are_chosen_by_the_network_and_never_take_longer() -> None:
+    """Over a slow link all meet at once, over a narrow one in pairs; ripple adders and whole entries know pairs."""
+    far = replace(TRIO, adder="prefix", bandwidth_mbit=1000, latency_ms=20)
+    narrow = replace(TRIO, adder="prefix", bandwidth_mbit=1, latency_ms=0.1)
+    rounds = {}
+    for name, config in (("far", far), ("default", TRIO), ("narrow", narrow)):
+        run = run_meta(config, lambda _, a: lifted(maximum(a, coarse=True)), [(32, 513)])
+        assert run == tournament_price(32, 513, 26, config)
+        pairs = Cost()
+        for n in (256, 128, 64, 32, 16, 8, 4, 2, 1, 1):
+            pairs = pairs + pair_price(32 * n, 26)
+        assert Pricing.of(config).seconds(run) <= Pricing.of(config).seconds(pairs)
+        rounds[name] = run.rounds
+    assert rounds["far"] < rounds["default"] < rounds["narrow"] == 40
+    assert run_meta(replace(TRIO, adder="ripple"), lambda _, a: maximum(a, coarse=True), [(32, 16)]).rounds == 4 * 26
+
+
 @pytest.mark.parametrize(("known", "width"), [(4, 13), (9, 16), (19, 26), (30, 26)])
-def test_a_known_range_makes_the_ring_of_cut_entries_smaller(known: int, width: int) -> None:
+def test_a_known_range_makes_the_ring_of_cut_entries_smaller(
+    known: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def out(session: Session, x: Fixed) -> Fixed:
         session.numerics.ranges = Ranges({session.protocol.module: {"score": known}})
         with comparing(session, "score"):
@@ -209,11 +244,16 @@ def test_a_known_range_makes_the_ring_of_cut_entries_smaller(known: int, width: 
     gap = x.amax(-1, keepdim=True) - run.value
     assert float(gap.min()) > 0
     assert float(gap.max()) < 3 / 16
-    pairs = [64 * n for n in (50, 25, 12, 6, 3, 2, 1)]
-    wanted = Cost()
-    for n in pairs:
-        wanted = wanted + cost.msb(n, width) + cost.inject(Ring(64), n, 1, 1, 0, low=width)
-    assert run.cost == wanted
+    bits = (max(known, 6) + 1 if known < 19 else 20) + 6
+    assert bits == width
+    assert run.cost == tournament_price(64, 100, width)
+    pairs = Cost()
+    for n in (50, 25, 12, 6, 3, 2, 1):
+        pairs = pairs + pair_price(64 * n, width)
+    assert run.cost.rounds < pairs.rounds
+    with monkeypatch.context() as patched:
+        patched.setattr("private_llm.exact.maximum._group_size", lambda x, rows, width: 2)
+        assert run_parties(TRIO, out, [x]).cost == pairs
 
 
 def test_entries_are_cut_where_the_protocol_can_and_bits_are_left() -> None:

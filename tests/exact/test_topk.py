@@ -8,7 +8,7 @@ from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
-from private_llm.exact.maximum import Groups, among_largest, among_largest_of_groups
+from private_llm.exact.ranks import Groups, among_largest, among_largest_of_groups
 from tests.harness import PLAIN, TRIO, run_meta, run_parties
 
 every = pytest.mark.parametrize("config", [PLAIN, TRIO], ids=["plain", "trio"])
@@ -40,8 +40,8 @@ def test_the_cost_is_that_of_all_pairs_and_does_not_depend_on_k() -> None:
     few, many = (run_meta(TRIO, lambda _, a, k=k: among_largest(a, k), [(128, 16)]) for k in (1, 8))
     assert few == many
     narrow = run_meta(TRIO, lambda _, a: among_largest(a, 2), [(128, 8)])
-    assert (few.rounds, few.total) == (8, 128 * 6255)
-    assert (narrow.rounds, narrow.total) == (7, 128 * 1563.5)
+    assert (few.rounds, few.total) == (8, 128 * 3600)
+    assert (narrow.rounds, narrow.total) == (7, 128 * 933.5)
 
 
 def test_nothing_is_sent_where_all_are_chosen() -> None:
@@ -83,5 +83,5 @@ def test_groups_that_cannot_be_are_refused(k: int, groups: Groups, message: str)
 def test_groups_add_little_to_the_pairs() -> None:
     plain = run_meta(TRIO, lambda _, a: among_largest(a, 8), [(1, 64)])
     grouped = run_meta(TRIO, lambda _, a: among_largest_of_groups(a, 8, Groups(8, 4, 2)), [(1, 64)])
-    assert grouped.total < 1.1 * plain.total
+    assert grouped.total < 1.15 * plain.total
     assert grouped.rounds > plain.rounds

@@ -268,7 +268,7 @@ def ran(case: Case, protocol: str, program: object) -> Cost:
 def width_of(protocol: str) -> int | None:
     """Bits of scores that softmax reads."""
     session = meta_session(config(protocol), 0)
-    return score_width(session, alone=True) if narrows(session) else None
+    return score_width(session, 1, alone=True) if narrows(session) else None
 
 
 def softmax_cost(case: Case, protocol: str) -> Cost:

@@ -14,13 +14,14 @@ from private_llm.exact.comparisons import coarse_bits, relu
 from private_llm.exact.maximum import concatenated
 from private_llm.exact.ragged_rows import Rows
 from private_llm.net.ledger import Cost
+from private_llm.nn.attention import ROOM, score_width
 from private_llm.nn.padded_keys import alike
 from private_llm.protocols.registry import trio_prices as cost
 from private_llm.protocols.session import Session, meta_session
 from private_llm.protocols.share import BitWidths, Share
 from private_llm.ranges import Ranges
 from private_llm.ring.ring import Ring
-from private_llm.tensor.fixed import READ_BITS, SEEN, Fixed, arithmetic, module_bits
+from private_llm.tensor.fixed import READ_BITS, SEEN, Fixed, arithmetic, by_keys, module_bits
 from private_llm.tensor.ops_pointwise import plus
 from private_llm.tensor.secret import SecretTensor
 from tests.harness import run_parties
@@ -194,6 +195,26 @@ def test_what_attention_gives_has_the_same_bits_in_all_layers_of_a_decode_step()
         assert module_bits(session).width(18, values=True) == 20 + 18 + SEEN
         with alike(session):
             assert module_bits(session).width(18, values=True) == 31 + 18 + SEEN
+
+
+def test_where_keys_may_be_chosen_results_are_narrow_if_circuits_are() -> None:
+    """The more elements, and the nearer the parties, the sooner a circuit."""
+    near, far = (
+        meta_session(PrivateConfig(adder="auto", bandwidth_mbit=1000, latency_ms=latency), 1) for latency in (1, 20)
+    )
+    for session in (near, far):
+        session.numerics.ranges = Ranges({"a": {"read": 20, "output": 4, "score": 8}})
+        with session.module("a"):
+            assert module_bits(session, 16).width(18) is None
+            assert module_bits(session, 1 << 20).width(18) == 20 + 18 + SEEN
+            assert module_bits(session, 16).read_frac == 18
+            assert module_bits(session, 1 << 20).read_frac == READ_BITS
+            assert score_width(session, 16, alone=True) is None
+            assert score_width(session, 1 << 20, alone=True) == 18 + ROOM + 9
+    assert not by_keys(near, 4096)
+    assert by_keys(far, 2048)
+    assert not by_keys(meta_session(PrivateConfig(), 1), 1)
+    assert by_keys(meta_session(PrivateConfig(adder="keys"), 1), 1 << 20)
 
 
 @pytest.mark.parametrize(("config", "bits"), [

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from private_llm.approx.normalise import reciprocal
 from private_llm.errors import PlaintextLeak, UnsupportedOp
-from private_llm.exact.maximum import Groups, among_largest, among_largest_of_groups
+from private_llm.exact.ranks import Groups, among_largest, among_largest_of_groups
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.models.norms import CANNOT, tried

@@ -311,19 +311,13 @@ def _takes_keys(
     adder: Adder, prices: Prices, ring: Ring, count: int, shape: PiecesShape, other: Callable[..., Cost],
     facts: tuple[Hashable, ...],
 ) -> bool:  # fmt: skip
-    blocks = _blocks(count, shape)
+    blocks = shape.cipher_blocks(count)
     return adder.takes_keys(lambda: prices.piecewise(ring, count, shape), lambda: other(prices, *facts), blocks)
 
 
 @lru_cache(maxsize=4096)
 def _key_seconds(adder: Adder, prices: Prices, ring: Ring, count: int, shape: PiecesShape) -> float | None:
-    return adder.key_seconds(prices.piecewise(ring, count, shape), _blocks(count, shape))
-
-
-def _blocks(count: int, shape: PiecesShape) -> int:
-    """Of the cipher, each by itself: a key costs the helping party twice what one way costs an evaluator."""
-    ways = -(-shape.thresholds // _SHARED)
-    return count * max(2, ways) * comparison_keys.cipher_blocks(shape.levels, shape.words)
+    return adder.key_seconds(prices.piecewise(ring, count, shape), shape.cipher_blocks(count))
 
 
 def _rows(outputs: Sequence[int], share: Share) -> dict[int, Share]:
@@ -354,8 +348,6 @@ def _unsigned(values: Tensor) -> Array:
 def _signed(values: Array) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values).view(np.int64))
 
-
-_SHARED = 3  # thresholds that take as long as one way alone: most share their ways' first half (3.3 for SiLU)
 
 _KEYS = 1 << 15  # elements whose keys are held, and sent, at once: 28 to 90 MB
 _POINTS = 1 << 16  # elements times thresholds that are evaluated at once
