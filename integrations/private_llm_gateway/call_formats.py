@@ -7,8 +7,11 @@ what stands around calls. Text that looked like a call and is none is text.
 import json
 import re
 import secrets
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from private_llm_gateway.completion import Finish
 
 NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _HEADER = re.compile(rf'\{{\s*"name"\s*:\s*"({NAME.pattern})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)')
@@ -51,8 +54,10 @@ class CallReader(Protocol):
 
     calls: int
 
-    def feed(self, text: str, last: bool) -> dict[str, Any]:
-        """What more text adds, as the `delta` of a chunk; with the last one what was held back, too."""
+    def feed(self, text: str, finish: Finish | None) -> dict[str, Any]:
+        """What more text adds, as the `delta` of a chunk. finish: how the answer ends with this text, if it does; then
+        what was held back is told as well, but no call that the length cut off before its arguments began.
+        """
 
 
 class _Delta:
@@ -85,23 +90,25 @@ class _Delta:
 
 
 class FormatReader(_Delta):
-    """Of a format of the table. Arguments are told as they come, as they are."""
+    """Of a format of the table. Arguments are told as they come, as they are. forced: an answer is calls alone."""
 
-    def __init__(self, form: CallFormat, most: int) -> None:
+    def __init__(self, form: CallFormat, most: int, forced: bool = False) -> None:
         super().__init__(most)
+        self._forced = forced
         self._form, self._last = form, form.last.strip(" \n]")
         self._open = self._mark = ""  # what was not told yet, and the mark before it if no call has followed
         self._read = self._text if form.mark else self._begin
         self._depth, self._quoted = 0, False
 
-    def feed(self, text: str, last: bool) -> dict[str, Any]:
+    def feed(self, text: str, finish: Finish | None) -> dict[str, Any]:
         """See `CallReader`."""
         self._open += text
         while self._read():
             pass
-        if last and self._read == self._arguments:
+        cut = finish == "length" and (self._forced or (bool(self._form.mark) and self._read == self._next))
+        if finish and self._read == self._arguments:
             self._argue(self._open)
-        elif last and (not self.calls or self._open.strip(f" \n,;[]{self._last}")):
+        elif finish and not cut and (not self.calls or self._open.strip(f" \n,;[]{self._last}")):
             self._say(self._mark + self._open)
         return self._taken()
 
@@ -202,24 +209,31 @@ class TemplateReader(_Delta):
         self._parser = tokenizer.get_response_parser(prefix=prefix, tools=tools)
         self._open, self._failed = "", False  # what was not told yet
 
-    def feed(self, text: str, last: bool) -> dict[str, Any]:
+    def feed(self, text: str, finish: Finish | None) -> dict[str, Any]:
         """See `CallReader`."""
         self._open += text
+        read = False
         try:
-            events = [] if self._failed else self._parser.feed(text)
-            for event in [*events, *(self._parser.finalize()[1] if last and not self._failed else ())]:
-                if event["field"] != "tool_calls" and event["type"] == "region_chunk":
-                    self._say(event["text"], event["field"])
-                    self._open = self._open[len(event["text"]) :]
-                elif event["field"] == "tool_calls" and event["type"] == "region_close":
-                    self._take(event["value"])
-                    self._open = ""
+            if not self._failed:
+                self._tell(self._parser.feed(text))
+                read = True
+                self._tell(self._parser.finalize()[1] if finish else ())
         except (ValueError, TypeError, KeyError, AttributeError):  # a call that is none: from here on, all is text
             self._failed = True
+            self._open = "" if read and finish == "length" else self._open  # or the rest of it was cut off
         if self._failed:
             self._say(self._open)
             self._open = ""
         return self._taken()
+
+    def _tell(self, events: Iterable[Mapping[str, Any]]) -> None:
+        for event in events:
+            if event["field"] != "tool_calls" and event["type"] == "region_chunk":
+                self._say(event["text"], event["field"])
+                self._open = self._open[len(event["text"]) :]
+            elif event["field"] == "tool_calls" and event["type"] == "region_close":
+                self._take(event["value"])
+                self._open = ""
 
     def _take(self, value: Any) -> None:  # noqa: ANN401 - as the model's own template makes it
         for each in value if isinstance(value, list) else [value]:

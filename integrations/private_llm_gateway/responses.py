@@ -85,13 +85,14 @@ class Response:
         told: dict[str, Any] = {"content": piece.text} if piece.text or piece.likelihoods else {}
         if self._readers:
             reader = self._readers[piece.index]
-            told = reader.feed(piece.text, piece.finish is not None)
+            told = reader.feed(piece.text, piece.finish)
             if piece.finish == "stop" and reader.calls and self.wanted.tools and not self.wanted.tools.named:
                 made["finish_reason"] = "tool_calls"  # as OpenAI says whether the model chose to call something
         if field == "message":
             for call in told.get("tool_calls", ()):
                 del call["index"]
-            told = {"role": "assistant", "content": None if told.get("tool_calls") else "", "refusal": None, **told}
+            calls = told.get("tool_calls") or (self.wanted.tools and self.wanted.tools.forced)
+            told = {"role": "assistant", "content": None if calls else "", "refusal": None, **told}
         made[field] = told
         if self.wanted.logprobs and (piece.likelihoods or field == "message"):
             rows = [_chat_logprob(self.wanted.served, each) for each in piece.likelihoods]

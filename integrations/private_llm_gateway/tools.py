@@ -37,7 +37,7 @@ class Tools:
         """What finds calls in an answer to a prompt."""
         most = _MOST if self.parallel and not self.named else 1
         if served.call_format is not None and (self.forced or not served.reads_calls):
-            return FormatReader(served.call_format, most)
+            return FormatReader(served.call_format, most, self.forced)
         return TemplateReader(served.tokenizer, served.tokenizer.decode(prompt), self.listed, most)
 
     def grammar(self, served: Served, form: tuple[object, ...]) -> Grammar | None:

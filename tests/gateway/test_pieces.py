@@ -117,7 +117,7 @@ def test_calls_do_not_depend_on_how_a_text_is_cut(parts: list[str], sizes: list[
     def read(pieces: list[str]) -> tuple[str, list[list[str]]]:
         reader, said, calls = FormatReader(form, 9), "", []
         for at, piece in enumerate(pieces):
-            told: dict[str, Any] = reader.feed(piece, at + 1 == len(pieces))
+            told: dict[str, Any] = reader.feed(piece, "stop" if at + 1 == len(pieces) else None)
             said += told.get("content", "")
             for call in told.get("tool_calls", ()):
                 if "id" in call:

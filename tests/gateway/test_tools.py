@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import jsonschema
@@ -16,7 +16,7 @@ from openai import OpenAI
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from private_llm_gateway import engine, requests
 from private_llm_gateway.call_formats import TemplateReader, format_of
-from private_llm_gateway.completion import choose
+from private_llm_gateway.completion import Finish, choose
 from private_llm_gateway.constrained import Grammar
 from private_llm_gateway.decoding import DecodedText, TokenTexts
 from private_llm_gateway.pool import SessionPool
@@ -91,7 +91,7 @@ def says(monkeypatch: pytest.MonkeyPatch, *texts: str) -> None:
     def write(served: Served, groups: Any, tell: Any, *_: Any) -> Usage:
         for answer, text in zip([each for group in groups for each in group], texts, strict=True):
             ids = served.tokenizer(text, add_special_tokens=False)["input_ids"]
-            for token in [*ids, 2]:
+            for token in [*ids, 2][: answer.left]:
                 answer.take(token)
                 if (piece := answer.new()) is not None:
                     tell(piece, Usage())
@@ -196,6 +196,42 @@ def test_a_forced_call_that_does_not_fit_is_cut_off_and_says_so(gateway: Gateway
     assert [call.function.arguments for call in whole.message.tool_calls] == [arguments]
     with pytest.raises(ValueError, match=r"Expecting|Unterminated"):
         json.loads(arguments)
+
+
+def cut_off(gateway: Gateway, **asked: Any) -> tuple[str | None, str]:
+    """Content of an answer that ends with its length, without a call, and that of its stream."""
+    with gateway.client() as client:
+        whole = client.chat.completions.create(**asked).choices[0]
+        parts = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
+    assert whole.finish_reason == parts[-1].finish_reason == "length"
+    assert not whole.message.tool_calls
+    assert not any(part.delta.tool_calls for part in parts)
+    return whole.message.content, "".join(part.delta.content or "" for part in parts)
+
+
+@pytest.mark.parametrize("model", ["caller", "mistral", "llama"])
+@pytest.mark.parametrize("most", [1, 3])
+def test_a_forced_call_that_has_no_arguments_yet_is_not_told(gateway: Gateway, model: str, most: int) -> None:
+    asked = {**ASKED, "model": model, "max_tokens": most, "tools": TOOLS[:1], "tool_choice": "required"}
+    assert cut_off(gateway, **asked) == (None, "")
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "content"),
+    [
+        ("caller", 'See.\n<tool_call>\n{"name": "weat', "See."),
+        ("caller", "See.\n<tool_call>", "See."),
+        ("caller", "See <tool", "See <tool"),
+        ("mistral", '[TOOL_CALLS] [{"name"', ""),
+        ("llama", '{"name": "weat', '{"name": "weat'),  # no mark: it may be an answer in JSON
+    ],
+)
+def test_a_chosen_call_that_is_cut_off_after_its_mark_is_not_told(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, model: str, text: str, content: str
+) -> None:
+    ids = gateway.models[model].tokenizer(text, add_special_tokens=False)["input_ids"]
+    says(monkeypatch, text)
+    assert cut_off(gateway, **{**ASKED, "model": model, "max_tokens": len(ids)}) == (content, content)
 
 
 def fits(served: Served, grammar: Grammar, text: str) -> bool:
@@ -349,13 +385,15 @@ def test_tokenizers_that_read_calls_themselves() -> None:
             "content": {}, "tool_calls": {"open": "[call]", "close": "[end]", "content": "json", "repeats": True,
                                           "transform": {"type": "function", "function": "{content}"}}},
     }  # fmt: skip
-    for text, content, calls in (
-        (f"See. [call]{ONE}[end][call]{TWO}[end]", "See. ", BOTH),
-        (f"See. [call]{ONE[:-3]}[end] so", f"See. [call]{ONE[:-3]}[end] so", []),
+    for text, content, calls, finish in (
+        (f"See. [call]{ONE}[end][call]{TWO}[end]", "See. ", BOTH, "stop"),
+        (f"See. [call]{ONE[:-3]}[end] so", f"See. [call]{ONE[:-3]}[end] so", [], "length"),
+        (f"See. [call]{ONE[:-3]}", "See. ", [], "length"),
+        (f"See. [call]{ONE[:-3]}", f"See. [call]{ONE[:-3]}", [], "stop"),
     ):  # fmt: skip
         reader, said, called = TemplateReader(coder, "<assistant>", [], 9), "", []
         for at, letter in enumerate(text):
-            told = reader.feed(letter, at + 1 == len(text))
+            told = reader.feed(letter, cast(Finish, finish) if at + 1 == len(text) else None)
             said += told.get("content", "")
             made = [call["function"] for call in told.get("tool_calls", ())]
             called += [(each["name"], json.loads(each["arguments"])) for each in made]
