@@ -24,6 +24,7 @@ from private_llm.net.addresses import Address, parse_address
 from private_llm.net.roles import check_user, common_name
 from private_llm.protocol_facts import ASSISTED
 from private_llm.tls_config import TLSConfig
+from private_llm.token_sharding import ShardingPlan
 from private_llm.typed_settings import check_types, settings_of
 
 EXAMPLE = resources.files(__package__).joinpath("party.toml").read_text("utf-8")
@@ -121,8 +122,18 @@ def example_of(protocol: str) -> str:
         computation += "\ninsecure = true                 # this protocol hides nothing"
     if config.plan is not None:  # a node serves one client at a time
         base = re.sub(r"\n(clients|drain_s) = .*", "", base)
+        base = base.replace("\nhosts = ", f"\n# {_nodes_of(config.plan)}\nhosts = ", 1)
         return "\n\n".join((about, base, models, tls, computation)) + "\n"
     return "\n\n".join((about, base, models, tls, limits, computation, *service)) + "\n"
+
+
+def _nodes_of(plan: ShardingPlan) -> str:
+    small = ShardingPlan(3, 4, 1)
+    shape = f"{{alpha = {small.alpha}, c = {small.c}, m = {small.m}}}"
+    return (
+        f"The default plan has {plan.kinds}, in this order, a host each; with\n"
+        f"# plan = {shape} in [computation] there are {small.kinds}."
+    )
 
 
 def read_settings(

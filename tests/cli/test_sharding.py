@@ -68,6 +68,7 @@ def test_a_split_names_its_nodes_and_a_batch_counts(run: Run, tmp_path: Path) ->
     table = " ".join(run("estimate", str(tmp_path), *ask).split())
     assert "1.0 GMAC/s per party, 1.0 GMAC/s per node" in table
     assert "memory per party, weights" in table
+    assert "9: 3 CompNodes and 6 AttnNodes" in table
 
 
 def test_the_busiest_node_is_the_one_that_takes_longest() -> None:

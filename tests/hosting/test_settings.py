@@ -12,6 +12,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.net.authority import make_certificates
 from private_llm.tls_config import TLSConfig
+from private_llm.token_sharding import ShardingPlan
 
 from .party import settings, write_settings
 
@@ -44,6 +45,15 @@ def test_there_is_an_example_for_each_protocol(tmp_path: Path, protocol: str) ->
     assert len(found.config.hosts) == found.config.endpoints
     assert (found.checkpoint is None, found.service is None) == (found.config.facts is not None, protocol == "cascade")
     assert example_of("trio") == EXAMPLE
+    assert "AttnNodes" not in EXAMPLE
+
+
+def test_the_example_of_nodes_says_why_there_are_so_many_hosts() -> None:
+    written = example_of("cascade")
+    assert written.count(".example.org:7000") == 144
+    assert "\n# The default plan has 8 CompNodes and 136 AttnNodes, in this order, a host each; with\n" in written
+    assert "# plan = {alpha = 3, c = 4, m = 1} in [computation] there are 3 CompNodes and 6 AttnNodes.\n" in written
+    assert ShardingPlan.from_dict({"alpha": 3, "c": 4, "m": 1}).nodes == 9
 
 
 def test_a_folder_of_shares_means_this_partys_file(tmp_path: Path) -> None:

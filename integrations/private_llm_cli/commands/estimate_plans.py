@@ -202,7 +202,7 @@ def sharding_rows(
     facts = sharding_facts(work, found, config, hardware)
     most = facts["busiest"]
     rows: list[tuple[str, object]] = [
-        ("nodes", facts["nodes"]),
+        ("nodes", f"{facts['nodes']}: {ShardingPlan(**facts['plan']).kinds}"),
         ("bytes over all links", size(found.costs.bytes_total)),
         ("of these between the nodes", size(facts["bytes_between_nodes"])),
         ("the prompt's, by the paper's equation (1)", size(facts["equation_1_bytes"])),

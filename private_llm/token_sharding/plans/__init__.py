@@ -96,6 +96,11 @@ class ShardingPlan:
         """CompNodes and AttnNodes: endpoints 0 .. alpha - 1, and the rest."""
         return self.alpha + self.attn_nodes
 
+    @property
+    def kinds(self) -> str:
+        """How many nodes there are of each kind, in words."""
+        return f"{self.alpha} CompNodes and {self.attn_nodes} AttnNodes"
+
     def audit(
         self, rho: int | None = None, colluding: Sequence[int] | None = None, setting: "Setting | None" = None
     ) -> "Audit":
