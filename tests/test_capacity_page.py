@@ -1,8 +1,9 @@
-"""The plan of docs/capacity.md: the formula that makes it of rows."""
+"""docs/capacity.md shows its rows, and the formula that makes its plan of them."""
 
 from __future__ import annotations
 
 import importlib
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,27 @@ ROOT = Path(__file__).resolve().parent.parent
 def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(ROOT / "scripts" / "pages"))
     return importlib.import_module("make_capacity")
+
+
+def test_the_page_is_that_of_the_rows(script: Any) -> None:
+    assert script.is_current()
+    rows = script.read_rows(script.ROWS)
+    assert len({script.key(row) for row in rows}) == len(rows) > 0
+    assert all(row["equal"] for row in rows if row["how"] == "measured")
+
+
+def test_a_page_of_other_rows_is_found(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = script.read_rows(script.ROWS)
+    changed = tmp_path / "capacity.jsonl"
+    script.keep(changed, [{**rows[0], "tokens_per_s": 1234.5}, *rows[1:]])
+    monkeypatch.setattr(script, "ROWS", changed)
+    assert not script.is_current()
+
+
+def test_there_is_a_row_of_each_number_at_a_time_and_of_each_estimate(script: Any) -> None:
+    found = {script.key(row) for row in script.read_rows(script.ROWS)}
+    measured = {("measured", *kind, None, script.NEW, count) for kind in script.MEASURED for count in script.AT_ONCE}
+    assert measured | {("modelled", *asdict(case).values()) for case in script.MODELLED} == found
 
 
 MODELLED = {"how": "modelled", "model": "demo", "protocol": "trio", "seq": 8, "new": 8, "batch": 10, "gmacs": 25.0,

@@ -11,11 +11,12 @@ import json
 import re
 import subprocess
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import cascade_rows
+import make_capacity
 import mpcache_rows
 import pytest
 from bench.catalogue import make
@@ -102,6 +103,14 @@ def bert_again() -> Iterator[tuple[Row, Row]]:
             yield row, made["trio", row["label"].split()[2]].run(1)
 
 
+def capacity_again() -> Iterator[tuple[Row, Row]]:
+    """Groups of the bundled model, and of the shapes of 7 and 8 billion parameters."""
+    made = {make_capacity.key({"how": "modelled", **asdict(case)}): case for case in make_capacity.MODELLED}
+    for row in ROWS["capacity.jsonl"]:
+        if row["how"] == "modelled" and row["model"] != "smollm2":
+            yield row, made[make_capacity.key(row)].run()
+
+
 CACHE = ("bytes", "full_bytes", "rounds", "full_rounds", "ratio_bytes")
 COUNTED: dict[str, tuple[Callable[[], Iterator[tuple[Row, Row]]], tuple[str, ...], str]] = {
     "benchmarks.jsonl": (ran_again, SENT, "python scripts/pages/make_benchmarks.py --only NAME"),
@@ -111,6 +120,11 @@ COUNTED: dict[str, tuple[Callable[[], Iterator[tuple[Row, Row]]], tuple[str, ...
         distance_again,
         (*SENT, "bytes_first_token", "rounds_first_token"),
         "python scripts/pages/make_networks.py --measure",
+    ),
+    "capacity.jsonl": (
+        capacity_again,
+        (*SENT, "bytes_busiest_link", "weights", "client", "cache"),
+        "python scripts/pages/make_capacity.py --measure --how modelled",
     ),
     "cascade.jsonl": (bert_again, SENT, "python scripts/pages/make_benchmarks.py --only cascade"),
     "mpcache.jsonl": (cache_again, CACHE, "python scripts/pages/make_cache_tables.py --count"),

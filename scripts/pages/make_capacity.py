@@ -8,14 +8,12 @@ python scripts/pages/make_capacity.py --check                    are the tables 
 python scripts/pages/make_capacity.py --tiny                     smallest rows, written nowhere: does everything run?
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,10 +83,10 @@ class Case:
         weight_bits = config.weight_bits if self.protocol == ASSISTED else None
         hardware = Hardware.of(LINK.bandwidth_mbit, LINK.latency_ms, self.gmacs, False, weight_bits)
 
-        def both(prompt: int) -> tuple[Estimate, Estimate]:
+        def both(prompt: int) -> "tuple[Estimate, Estimate]":
             return estimated(model, config, prompt, self.batch)
 
-        def time(found: Estimate) -> float:
+        def time(found: "Estimate") -> float:
             return sum(hardware.seconds(layer) for layer in found.layers())
 
         first, (before, after) = both(self.seq)[0], both(self.seq + self.new // 2)
@@ -151,7 +149,7 @@ class Group:
     machines: int
 
     @classmethod
-    def modelled(cls, row: Row) -> Group:
+    def modelled(cls, row: Row) -> "Group":
         """Of a row of the estimator, whose seconds are of computing, waiting and sending one after the other."""
         tokens, parties = row["batch"] * row["new"], row["parties"]
         client = row["client"] + row["cache"] if row["protocol"] == ASSISTED else 0
@@ -164,7 +162,7 @@ class Group:
         )  # fmt: skip
 
     @classmethod
-    def measured(cls, row: Row, counted: Row) -> Group:
+    def measured(cls, row: Row, counted: Row) -> "Group":
         """Of a row that ran on loopback, whose bytes take the way that the estimator counted: the time of its links is
         added, rounds times latency, and no link carries more than its bandwidth.
         """
@@ -173,7 +171,7 @@ class Group:
         made = row["tokens"] / (row["seconds"] + ways * row["rounds"] * LINK.latency)
         return cls(
             _words(row), "measured", min(made, 1 / LINK.seconds(link_bytes)), link_bytes,
-            sum(row["memory_mib"].values()) * 2**20, row["processor_s"] / row["seconds"], 0, row["parties"] + 1,
+            _memory(row), row["processor_s"] / row["seconds"], 0, row["parties"] + 1,
         )  # fmt: skip
 
 
@@ -228,21 +226,28 @@ def _bytes_a_token(row: Row) -> float:
 
 
 def measured_table(rows: Sequence[Row]) -> str:
-    """What one group made on one machine."""
+    """What one group made on one machine, a line for each model and protocol."""
     chosen = [row for row in rows if row["how"] == "measured"]
+    counts = " / ".join(map(str, dict.fromkeys(row["at_once"] for row in chosen)))
     lines = [
-        "| model | protocol | at a time | tokens/s | first token, s | MB an answer | rounds | busy cores | memory, GB "
-        "| texts | load |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        f"| model | protocol | tokens/s at {counts} at a time | first token, s | MB an answer | rounds | busy cores "
+        "| memory, GB | texts | load |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
+    kinds: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in chosen:
-        lines.append(
-            f"| {wan_model(row['model']).words} | {row['protocol']} | {row['at_once']} | {row['tokens_per_s']:.3g} "
-            f"| {seconds(row['first_s'])} | {size(row['bytes'])} | {row['rounds']:.0f} "
-            f"| {row['processor_s'] / row['seconds']:.1f} | {sum(row['memory_mib'].values()) * 2**20 / 1e9:.1f} "
-            f"| {'equal' if row['equal'] else 'differ'} | {row['load']:.1f} |"
-        )
-    return "\n".join([*lines, f"\nAnswers of {NEW} tokens at most, loopback; {taken(chosen)}."])
+        kinds[row["model"], row["protocol"]].append(row)
+    for (model, protocol), own in kinds.items():
+        columns: tuple[Callable[[Row], str], ...] = (
+            lambda row: f"{row['tokens_per_s']:.3g}", lambda row: seconds(row["first_s"]),
+            lambda row: size(row["bytes"]), lambda row: f"{row['rounds']:.0f}",
+            lambda row: f"{row['processor_s'] / row['seconds']:.1f}", lambda row: f"{_memory(row) / 1e9:.1f}",
+        )  # fmt: skip
+        cells = [" / ".join(map(column, own)) for column in columns]
+        text = "equal" if all(row["equal"] for row in own) else "differ"
+        load = " / ".join(f"{row['load']:.1f}" for row in own)
+        lines.append(f"| {wan_model(model).words} | {protocol} | {' | '.join(cells)} | {text} | {load} |")
+    return "\n".join([*lines, f"\nAnswers of {chosen[0]['new']} tokens at most, loopback; {taken(chosen)}."])
 
 
 def modelled_table(rows: Sequence[Row]) -> str:
@@ -265,21 +270,25 @@ def modelled_table(rows: Sequence[Row]) -> str:
 
 
 def plan_table(rows: Sequence[Row]) -> str:
-    """Every group for every number of users."""
-    lines = [
-        "| group | tokens/s of one | users | tokens/s of all | groups | machines | Mbit/s of a group's busiest link "
-        "| memory, GB | cores | GPUs |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    """A line for each group, a column for each number of users."""
+    asked = " | ".join(f"{users:,} users: {users * TOKENS_OF_A_USER:,.0f} tokens/s" for users in USERS)
+    lines = [f"| group | tokens/s of one | {asked} |", "|---" * (2 + len(USERS)) + "|"]
     for group in groups_of(rows):
-        for users in USERS:
-            made = plan(group, users)
-            lines.append(
-                f"| {group.words}: {group.how} | {group.tokens_per_s:.3g} | {users:,} | {made.tokens_per_s:,.0f} "
-                f"| {made.groups:,} | {made.machines:,} | {made.mbit:.3g} | {made.memory / 1e9:,.0f} "
-                f"| {math.ceil(made.cores):,} | {made.gpus:,} |"
-            )
-    return "\n".join([*lines, f"\n{TOKENS_OF_A_USER:g} tokens a second a user; {_link()}."])
+        cells = [_cell(plan(group, users)) for users in USERS]
+        lines.append(f"| {group.words}: {group.how} | {group.tokens_per_s:.3g} | {' | '.join(cells)} |")
+    told = "groups: their machines, Mbit/s of a group's busiest link, GB of memory and cores of all"
+    return "\n".join([*lines, f"\n{told}; {_link()}."])
+
+
+def _cell(made: Plan) -> str:
+    gpus = f", {made.gpus:,} GPUs" if made.gpus else ""
+    memory = f"{made.memory / 1e9:,.0f} GB, {math.ceil(made.cores):,} cores{gpus}"
+    return f"{made.groups:,}: {made.machines:,} machines, {made.mbit:.3g} Mbit/s, {memory}"
+
+
+def _memory(row: Row) -> float:
+    """Bytes of all processes of a row that was measured."""
+    return float(sum(row["memory_mib"].values()) * 2**20)
 
 
 def _link() -> str:
