@@ -68,10 +68,11 @@ def maximum_ragged(x: Fixed, rows: Rows, coarse: bool = False) -> Fixed:
     rows.check(x)
     if coarse and is_cut(x):
         return _restored(maximum_ragged(_cut(x), rows), x)
-    part = x.share.parts[0]
-    for level in rows.numbers(part.device).tournament:
+    numbers = rows.numbers(x.share.parts[0].device)
+    for place, level in enumerate(numbers.tournament):
         if 2 < rows.longest <= _MOST:
-            square = _square(x, rows)
+            places = numbers.square(place, rows.longest)
+            square = x.view(lambda part, places=places: part[places])  # type: ignore[misc]
             if at_once(square, coarse) or _group_size(x, rows.count, rows.longest) == rows.longest:
                 return maximum(square, coarse).view(lambda part: part.reshape(-1))
         rows = rows.halved
@@ -79,13 +80,6 @@ def maximum_ragged(x: Fixed, rows: Rows, coarse: bool = False) -> Fixed:
         x = concatenated([top, _taken(x, level.bye)], 0)
         x = _taken(x, level.order)
     return x
-
-
-def _square(x: Fixed, rows: Rows) -> Fixed:
-    """Entries of rows as [count, longest]: shorter rows have copies of their last entry. Local."""
-    lengths = torch.tensor(rows.lengths, dtype=torch.int64)[:, None]
-    places = lengths.cumsum(0) - lengths + torch.arange(rows.longest).minimum(lengths - 1)
-    return x.view(lambda part: part[places.to(part.device)])
 
 
 def is_cut(x: Fixed) -> bool:

@@ -136,6 +136,22 @@ class EntryNumbers:
         order[(self.lengths + 1).cumsum(0) - 1] = every[total:]
         return order
 
+    def square(self, levels: int, longest: int) -> Tensor:
+        """Positions of what `levels` levels of the tournament leave, `longest` a row: [count, longest].
+
+        Shorter rows have copies of their last entry.
+        """
+        found = self._squares.get(levels)
+        if found is None:
+            lengths = ((self.lengths + (1 << levels) - 1) >> levels).unsqueeze(-1)
+            here = torch.arange(longest, device=self._device).minimum(lengths - 1)
+            found = self._squares[levels] = lengths.cumsum(0) - lengths + here
+        return found
+
+    @cached_property
+    def _squares(self) -> dict[int, Tensor]:
+        return {}
+
     @cached_property
     def tournament(self) -> tuple[TournamentLevel, ...]:
         """ceil(log2 of the longest) levels; 32 bytes an entry. Positions are counted on the CPU: nobody waits."""

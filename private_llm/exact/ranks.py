@@ -7,6 +7,7 @@ one product with the secret groups makes its rank of these. (`oblivious.topk` ha
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -79,23 +80,42 @@ def losses(x: Fixed, groups: int, width: int | None = None) -> Fixed:
 
     width: bits of the result that are read (default: all).
     """
-    count = x.shape[-1]
-    size = count // groups
-    first, second = torch.triu_indices(count, count, 1).to(x.share.parts[0].device)
-    gap = x.view(lambda part: part[..., first] - part[..., second])
+    count, pairs = x.shape[-1], _pairs_of(x.shape[-1], groups, x.session.ring.dtype, x.share.parts[0].device)
+    gap = x.view(lambda part: part[..., pairs.first] - part[..., pairs.second])
     later = negative(gap, exact_span(gap, extra=1)[0], width)  # [the first of the pair is smaller]
     shape = (*x.shape[:-1], count * groups)
-    at_first, at_second = first * groups + second // size, second * groups + first // size
 
     def summed(part: Tensor) -> Tensor:
         part = part.reshape(gap.shape)
         made = torch.zeros(shape, dtype=part.dtype, device=part.device)
-        made.index_add_(-1, at_first, part).index_add_(-1, at_second, -part)
+        made.index_add_(-1, pairs.at_first, part).index_add_(-1, pairs.at_second, -part)
         return made.view(*x.shape, groups)
 
-    # as the second of its pairs an entry comes after all of these
-    before = (torch.arange(count).view(-1, 1) - size * torch.arange(groups)).clamp(0, size).to(torch.float32)
-    return later.view(summed) + before
+    total = later.view(summed)
+    return total.with_share(total.proto.add_public(total.share, pairs.before))
+
+
+@dataclass(frozen=True, eq=False)
+class _Pairs:
+    """Of all pairs of a row: positions of the first and the second, and in [entries x groups] where their bits count,
+    int64; before: how many of each group stand before an entry, which comes after all of these as a second.
+    """
+
+    first: Tensor
+    second: Tensor
+    at_first: Tensor
+    at_second: Tensor
+    before: Tensor
+
+
+@lru_cache(maxsize=64)
+def _pairs_of(count: int, groups: int, dtype: torch.dtype, device: torch.device) -> _Pairs:
+    """Public, the same at every call, so they stay where they are used; never written to."""
+    size = count // groups
+    first, second = torch.triu_indices(count, count, 1)
+    before = (torch.arange(count).view(-1, 1) - size * torch.arange(groups)).clamp(0, size).to(dtype)
+    made = (first, second, first * groups + second // size, second * groups + first // size, before)
+    return _Pairs(*(each.to(device) for each in made))
 
 
 def _below(rank: Fixed, k: int, most: int | None = None) -> Fixed:

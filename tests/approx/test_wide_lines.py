@@ -73,7 +73,7 @@ def test_norms_of_massive_rows_take_few_rounds(kind: str, weighted: bool) -> Non
     errors = (by_keys.value - want).norm(dim=-1) / want.norm(dim=-1)
     assert float(errors[3:].max()) <= 2e-4, "rows of 12 fractional bits that are not too small for them"
     assert by_keys.cost.rounds <= by_circuits.cost.rounds - 5
-    assert by_keys.cost.total < by_circuits.cost.total
+    assert by_keys.cost.total < 1.25 * by_circuits.cost.total
 
 
 def test_ranges_that_it_reaches() -> None:

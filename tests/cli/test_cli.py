@@ -74,7 +74,7 @@ def test_doctor_measures(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("estimate", "llama-700b"), "(did you mean llama-13b, llama-7b?); want a model folder"),
+        (("estimate", "llama-700b"), "(did you mean llama-7b, llama-8b?); want a model folder"),
         (("estimate", "opt-125m", "--seq", "0"), "got seq 0"),
         (("estimate", "bert-base", "--seq", "4", "--new", "2"), "does not generate"),
         (("estimate", "opt-125m", "--seq", "4000"), "the model has 2048"),

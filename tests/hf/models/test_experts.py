@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers.integrations import moe
 
 from private_llm.errors import ConfigError
-from private_llm.exact.maximum import Groups
+from private_llm.exact.ranks import Groups
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 from private_llm.token_sharding import ShardingPlan

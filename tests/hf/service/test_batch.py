@@ -167,7 +167,7 @@ def test_the_price_of_company() -> None:
         TRIO, model, [*alone([Ask("z", ids(1, 6))]), *alone(first), steps(1, owners="z"), steps(1, owners=owners)]
     )
     assert 0 <= every.cost.rounds - one.cost.rounds <= 4
-    assert every.cost.total < 4 * one.cost.total  # comparisons are made of whole words: few fill none
+    assert every.cost.total < 8 * one.cost.total  # comparisons are made of whole words
 
 
 def test_one_session_pays_what_a_party_always_paid() -> None:
