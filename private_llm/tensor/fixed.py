@@ -337,7 +337,8 @@ def module_bits(session: Session, count: int = 0) -> ModuleBits:
     and local.
     """
     numerics = session.numerics
-    key = session.protocol.module, numerics.shared_ranges, by_keys(session, count)
+    keys = "piecewise" in session.protocol.primitives and by_keys(session, count)
+    key = session.protocol.module, numerics.shared_ranges, keys
     found: ModuleBits | None = numerics.module_bits.get(key)
     if found is None or found.ranges is not numerics.ranges:
         frac, output, read, value = map(session.exponent, ("frac", "output", "read", "value"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -33,7 +32,8 @@ def layer_product(x: Fixed, y: Fixed, frac: int | None) -> Fixed:
 
     Less where calibration knows the size of the running layer's results and of what reads them, and fewer bits then.
     """
-    bits = module_bits(x.session, math.prod(x.shape[:-1]) * y.shape[-1])
+    factor, other = x.share.parts[0], y.share.parts[0]
+    bits = module_bits(x.session, factor.numel() // max(1, factor.shape[-1]) * other.shape[-1])
     frac = bits.read_frac if frac is None else frac
     return x.matmul(y, frac=frac, below=bits.output, width=bits.width(frac))
 

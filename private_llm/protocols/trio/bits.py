@@ -74,7 +74,8 @@ class TrioBits(Family):
         """Parts of party 0's message: monomials [rows, words], the top bit [words], products [rows, lanes] by level."""
         sizes = (plan.monomial_rows * words, words, plan.products * lanes)
         monomials, top, products = message.split_with_sizes(sizes)
-        return monomials.view(-1, words), top, products.view(-1, lanes).split_with_sizes(plan.product_rows)
+        by_level = products.view(-1, lanes).split_with_sizes(plan.product_rows) if plan.levels else ()
+        return monomials.view(-1, words), top, by_level
 
     def _msb_helper(
         self, x: Share, thresholds: int, width: int, low: int, plan: CarryPlan
