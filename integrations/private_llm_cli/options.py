@@ -93,7 +93,7 @@ AgreedAdder = Annotated[
     option(
         SHARES,
         "How comparisons are made, the same at all endpoints: prefix, ripple, keys (parties far apart), or "
-        "auto,bandwidth_mbit=1000,latency_ms=20, which chooses by price (default: prefix).",
+        "auto,bandwidth_mbit=1000,latency_ms=20, which chooses by price (default: auto without a network, as prefix).",
         "--adder",
     ),
 ]

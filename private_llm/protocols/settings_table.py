@@ -1,16 +1,18 @@
 """What endpoints say of their settings when they meet: digests, by which they find which ones differ.
 
 The settings of a computation are no secrets, and who has the same values has the same digests. So an error can name
-each setting that differs, and of those with few values what the other endpoint has.
+each setting that differs, and what the other endpoint has, if that is the default or one of few values.
 """
 
 import hashlib
 import json
+from collections.abc import Iterable
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from private_llm.config import VERSION, PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.net.roles import named
+from private_llm.protocol_facts import ASSISTED, CASCADE, protocol_names
 
 _ENTRY, _ENTRIES = 4, 64
 TABLE_BYTES = _ENTRY * _ENTRIES
@@ -42,11 +44,19 @@ def other_settings(config: PrivateConfig, name: str, theirs: bytes) -> ConfigErr
 
 
 def _difference(setting: str, mine: object, kind: object, entry: bytes, who: str) -> str:
-    values = get_args(kind) if get_origin(kind) is Literal else ()
-    found = [value for value in values if _entry(setting, value) == entry]
-    if found:
-        return f"{setting}: {who} has {found[0]!r}, this endpoint {mine!r}"
-    return f"{setting}: {who} has another than this endpoint"
+    for value in (PrivateConfig().agreed()[setting], *_values(setting, kind)):
+        if _entry(setting, value) == entry:
+            return f"{setting}: {who} has {value!r}, this endpoint {mine!r}"
+    return f"{setting}: {who} has another than this endpoint ({mine!r})"
+
+
+def _values(setting: str, kind: object) -> Iterable[object]:
+    """Values besides the default that another endpoint is likely to have."""
+    if setting == "protocol":
+        return (*protocol_names(), CASCADE, ASSISTED)
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    return (True, False) if kind is bool else range(65)  # bits and counts
 
 
 def _entry(setting: str, value: Any) -> bytes:  # noqa: ANN401 - of any setting

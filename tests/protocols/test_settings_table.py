@@ -1,6 +1,7 @@
 """Endpoints that disagree name the settings that differ, one or several."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -15,11 +16,24 @@ def told(theirs: PrivateConfig) -> str:
     return str(other_settings(MINE, "party 1", settings_table(theirs)))
 
 
-def test_one_setting_is_named_with_both_values_if_it_has_few() -> None:
-    want = "reveal: party 1 has 'token', this endpoint 'logits'; want the same at all endpoints"
-    assert told(replace(MINE, reveal="token")) == want
-    assert told(replace(MINE, frac_bits=16)) == (
-        "frac_bits: party 1 has another than this endpoint; want the same at all endpoints"
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        ({"reveal": "token"}, "reveal: party 1 has 'token', this endpoint 'logits'"),
+        ({"frac_bits": 16}, "frac_bits: party 1 has 16, this endpoint 18"),
+        ({"protocol": "quad"}, "protocol: party 1 has 'quad', this endpoint 'trio'"),
+        ({"guard": False}, "guard: party 1 has False, this endpoint True"),
+        ({"expert_capacity": 1.5}, "expert_capacity: party 1 has another than this endpoint (None)"),
+    ],
+)
+def test_one_setting_is_named_with_both_values_if_few_are_likely(other: dict[str, Any], difference: str) -> None:
+    assert told(replace(MINE, **other)) == f"{difference}; want the same at all endpoints"
+
+
+def test_a_default_at_the_other_endpoint_is_named() -> None:
+    mine = replace(MINE, bandwidth_mbit=100.0)
+    assert "bandwidth_mbit: party 1 has None, this endpoint 100.0; want" in str(
+        other_settings(mine, "party 1", settings_table(MINE))
     )
 
 
@@ -27,8 +41,8 @@ def test_each_setting_that_differs_is_named() -> None:
     far = replace(MINE, adder="auto", bandwidth_mbit=100.0, latency_ms=20.0, weights="public")
     assert told(far) == (
         "weights: party 1 has 'public', this endpoint 'secret'; "
-        "bandwidth_mbit: party 1 has another than this endpoint; "
-        "latency_ms: party 1 has another than this endpoint; want the same at all endpoints"
+        "bandwidth_mbit: party 1 has another than this endpoint (None); "
+        "latency_ms: party 1 has another than this endpoint (0.05); want the same at all endpoints"
     )
 
 
