@@ -126,10 +126,10 @@ class Fields:
         return None if value is None else float(value)
 
     def integer(self, name: str, low: int, high: int) -> int | None:
-        """A whole number in a range."""
+        """A whole number in a range; errors name the bound that it passes, as some ends are as good as none."""
         value: int | None = self._of(name, int, "a whole number")
         if value is not None and not low <= value <= high:
-            raise bad(name, f"out of range; want {low} to {high}")
+            raise bad(name, f"out of range; want {f'{low} or more' if value < low else f'{high} at most'}")
         return value
 
     def option(self, name: str, *wanted: str) -> str | None:

@@ -14,6 +14,8 @@ from openai.types.completion_create_params import CompletionCreateParamsBase as 
 from openai.types.embedding_create_params import EmbeddingCreateParams
 from openai.types.responses.response_create_params import ResponseCreateParamsBase as ResponseParams
 from private_llm_gateway.completion import SamplingParams
+from private_llm_gateway.errors import ApiError
+from private_llm_gateway.fields import Fields
 
 from tests.gateway.small_gateway import CHAT, PROMPT, greedy, text_of
 
@@ -79,3 +81,9 @@ def test_every_code_of_an_error_stands_in_the_guide() -> None:
 def test_what_writing_defaults_to_is_what_openai_says() -> None:
     params = SamplingParams(1)
     assert (params.temperature, params.top_p, params.presence, params.frequency, params.seed) == (1, 1, 0, 0, None)
+
+
+@pytest.mark.parametrize(("value", "wanted"), [(0, "want 1 or more"), (9, "want 8 at most")])
+def test_the_bound_that_a_number_passes_is_named(value: int, wanted: str) -> None:
+    with pytest.raises(ApiError, match=f"^n: out of range; {wanted}$"):
+        Fields({"n": value}).integer("n", 1, 8)
