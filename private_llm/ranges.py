@@ -122,7 +122,7 @@ class Ranges:
         try:
             values: Any = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ConfigError(f"ranges: {error}; want the JSON that `private-llm calibrate` writes") from None
+            raise ConfigError(f"ranges: want JSON ({error})") from None
         return cls(values["modules"] if isinstance(values, dict) and "modules" in values else values)
 
 

@@ -131,7 +131,8 @@ class GatewayChoices:
             raise ConfigError(f"wait: got {self.wait:g}; want 0 seconds or more")
         if self.no_token and self.token:
             raise ConfigError("token: got one together with --no-token; want one of the two")
-        want_model(self.model)
+        if not (Path(self.model) / "client").is_dir():  # a folder of share files, whose parties start here
+            want_model(self.model)
         want_draft(self.draft, AUTO)
         for name, file in (("public prefix", self.public_prefix), ("groups", self.groups)):
             if file is not None and not file.is_file():

@@ -65,6 +65,12 @@ def test_a_model_without_a_tokenizer(run: Run, tmp_path: Path, family: str) -> N
     model, out = tmp_path / "model", str(tmp_path / "shares")
     tiny.build(family).save_pretrained(model)
     text = run("generate", str(model), "--prompt", "a", code=2)
-    assert "its vocabulary is not there; save the model's own beside it" in text
+    assert "there is no vocabulary; save the model's tokenizer beside the weights" in text
     shared = " ".join(run("share", str(model), "--out", out).split())
     assert "(configuration, no weights; the checkpoint has no tokenizer" in shared
+
+
+def test_the_folder_around_the_users_folder_is_told_from_it(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "client").mkdir()
+    text = " ".join(run("generate", str(tmp_path), "--prompt", "a", code=2).split())
+    assert f"it is what `share` wrote; users name its folder {tmp_path / 'client'}" in text

@@ -126,6 +126,9 @@ def test_doctor_measures(run: Run) -> None:
         (("estimate", "opt-125m", "--protocol", "cascade", "--plans", "--image", "3x8x8"), "leave out --image"),
         (("estimate", "opt-125m", "--gmacs", "1", "--ranges", "/nope.json"), "ranges: /nope.json: No such file"),
         (("estimate", "opt-125m", "--protocol", "cascade", "--plans", "--ranges", "x"), "leave out --ranges"),
+        (("calibrate", DEMO, "--text", "/nope.txt"), "text: /nope.txt: No such file or directory; want a file with"),
+        (("calibrate", DEMO, "--out", "/nope/x.json"), "out: there is no folder /nope; want a file in one"),
+        (("calibrate", "/nope"), "'/nope': no such folder"),
         (("diff", "--image", "x.png"), "Unrecognized configuration class OPTConfig for this kind of AutoModel"),
         (("predictors", "show", "folder", "--plot", "levels.txt"), "want a name that ends in .png"),
         (("predictors", "show", "folder", "--plot", "/nope/x.png"), "cannot write '/nope/x.png'"),
@@ -211,7 +214,7 @@ def test_long_work_is_not_silent_in_a_log(monkeypatch: pytest.MonkeyPatch, capsy
     with output.progress_bar(2) as step:
         step("building", 0)
         step("counting")
-    assert capsys.readouterr().err.splitlines() == ["building: 0 of 2", "counting: 1 of 2"]
+    assert capsys.readouterr().err.splitlines() == ["building", "counting: 1 of 2"]
     with output.progress_bar() as step:
         step("calling the parties", 0)
         logging.getLogger("private_llm").warning("waiting for party 1", extra={"event": "waiting"})

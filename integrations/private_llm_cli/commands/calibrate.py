@@ -30,6 +30,18 @@ def calibrate(
     as_json: options.Json = False,
 ) -> None:
     """As the model owner: find the range of every module's values (share, generate and patch() do it by themselves)."""
+    config = options.config_of("trio", ring, frac_bits=frac_bits)
+    if image and text is not None:
+        raise ConfigError("calibrate: give a text or images, as the model takes")
+    models.want_model(model, gguf_file)
+    try:
+        words = None if text is None else text.read_text("utf-8")
+    except OSError as error:
+        raise ConfigError(f"text: {text}: {error.strerror}; want a file with a text like those of your users") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"text: {text} has bytes that UTF-8 cannot decode; save the text in UTF-8") from None
+    if out is not None and not out.parent.is_dir():
+        raise ConfigError(f"out: there is no folder {out.parent}; want a file in one that there is")
     say_first(f"loading {model}", as_json)
     from private_llm_hf.api import ranges_of_checkpoint
     from private_llm_hf.patch_plan import ranges_table
@@ -37,13 +49,6 @@ def calibrate(
     from private_llm_cli.commands.parties import auto_class
 
     models.quiet()
-    config = options.config_of("trio", ring, frac_bits=frac_bits)
-    if image and text is not None:
-        raise ConfigError("calibrate: give a text or images, as the model takes")
-    try:
-        words = None if text is None else text.read_text("utf-8")
-    except UnicodeDecodeError:
-        raise ConfigError(f"text: {text} has bytes that UTF-8 cannot decode; save the text in UTF-8") from None
     pixels = read_images(model, models.image_config(model), image).pixels if image else None
     with progress_bar(1, as_json) as step:
         step("running the plaintext model", 0)
@@ -71,7 +76,7 @@ def ranges_from(path: Path | None) -> Ranges | None:
     try:
         return Ranges.from_json(path.read_text("utf-8"))
     except OSError as error:
-        raise ConfigError(f"ranges: {path}: {error.strerror}") from None
+        raise ConfigError(f"ranges: {path}: {error.strerror}; want what `private-llm calibrate --out` wrote") from None
     except UnicodeDecodeError:
         raise ConfigError(f"ranges: cannot decode {path}; want what `private-llm calibrate --out` wrote") from None
     except ConfigError as error:

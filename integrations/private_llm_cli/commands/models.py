@@ -32,7 +32,7 @@ LONG_PROMPT = (
 """Long enough to be dealt to the CompNodes of the default plan."""
 
 
-_NO_TOKENIZER = "its vocabulary is not there; save the model's own beside it (tokenizer.save_pretrained)"
+_NO_TOKENIZER = "there is no vocabulary; save the model's tokenizer beside the weights (tokenizer.save_pretrained)"
 _HUB_S = 10.0
 """Seconds that the hub may take to answer at all."""
 _LOOK_S = 0.5
@@ -90,7 +90,7 @@ def tokenizer_of(source: str, gguf_file: str | None = None) -> Any:  # noqa: ANN
 def want_model(source: str, gguf_file: str | None = None) -> None:
     """Raises ConfigError for a path without a model, and for a folder without that GGUF file."""
     folder = Path(source)
-    if source and gguf_file is None and not source.endswith(".gguf") and not (folder / "client").is_dir():
+    if source and gguf_file is None and not source.endswith(".gguf"):
         want_config("model", source)
     if gguf_file is not None and folder.is_dir() and not (folder / gguf_file).is_file():
         there = ", ".join(sorted(path.name for path in folder.glob("*.gguf"))) or "it holds none"

@@ -77,7 +77,7 @@ def progress_bar(total: int | None = None, quiet: bool = False) -> Iterator[Any]
             bar.update(task, description=description or None, advance=advance)
             if not quiet and not NOTES.is_terminal and time.monotonic() - said >= QUIET_SECONDS:
                 said, state = time.monotonic(), bar.tasks[task]
-                done = "" if total is None else f": {state.completed:.0f} of {total}"
+                done = f": {state.completed:.0f} of {total}" if total is not None and state.completed else ""
                 NOTES.print(f"{state.description}{done}", highlight=False, markup=False, soft_wrap=True)
 
         with contextlib.ExitStack() as shown:

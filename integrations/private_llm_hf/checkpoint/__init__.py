@@ -14,6 +14,7 @@ def want_config(what: str, name: str) -> None:
         (not name.strip(), "got an empty name"),
         (path.is_file(), "it is a file"),
         (not path.exists() and a_path, "no such folder"),
+        ((path / "client").is_dir() and not held, f"it is what `share` wrote; users name its folder {path / 'client'}"),
         (path.is_dir() and not held, "the folder holds no config.json"),
     ):
         if wrong:
