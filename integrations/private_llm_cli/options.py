@@ -22,9 +22,9 @@ from private_llm_cli.kv_cache import KvCacheOption, kv_cache_of
 PLUGINS: ContextVar[tuple[str, ...]] = ContextVar("PLUGINS", default=())  # as `private-llm --plugin` named them
 
 SHAPES = (
-    "opt-125m", "opt-1.3b", "opt-2.7b", "opt-6.7b", "llama-7b", "llama-8b", "llama-13b", "gpt2", "bert-base",
-    "resnet-18", "resnet-50", "mobilenet-v2", "convnext-tiny", "lenet5", "alexnet", "vgg16-cifar10", "vgg16-imagenet",
-    "vgg16-imagenet-average", "resnet50-average",
+    "opt-125m", "opt-1.3b", "opt-2.7b", "opt-6.7b", "llama-7b", "llama-8b", "llama-13b", "qwen3-8b", "gpt2",
+    "bert-base", "resnet-18", "resnet-50", "mobilenet-v2", "convnext-tiny", "lenet5", "alexnet", "vgg16-cifar10",
+    "vgg16-imagenet", "vgg16-imagenet-average", "resnet50-average",
 )  # fmt: skip
 """What `estimate` knows by name. Spelled out: the list itself is in a package that is slow to import."""
 

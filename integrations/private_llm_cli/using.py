@@ -273,8 +273,16 @@ def estimate(
             "block=16, rank=128, heads-rank=32, levels=open or levels=budget."
         ),
     ] = "",
-    ranges: options.RangesFile = None,
+    ranges: Annotated[
+        str,
+        options.option(
+            options.SHARES,
+            "A file of `private-llm calibrate --out`, or 'smollm2': those of SmolLM2-135M, layers by depth.",
+            "--ranges",
+        ),
+    ] = "",
     corrections: Annotated[bool, options.option(options.SERVERS, "One server, and what `prepare` makes.")] = False,
+    operations: Annotated[bool, typer.Option("--operations", help="Also where the bytes are, by operation.")] = False,
 ) -> None:
     """What a run will cost, without weights and without hardware."""
     say_first(f"estimating {model}", as_json)
@@ -286,7 +294,7 @@ def estimate(
     if adder is not None:
         more |= {"adder": adder.value, "bandwidth_mbit": bandwidth, "latency_ms": latency}
     given = [ShardingPlan(**options.plan_of(text)["plan"]) for text in plan or []]
-    if ranges is not None and protocol in (CASCADE, ASSISTED):
+    if ranges and protocol in (CASCADE, ASSISTED):
         raise ConfigError(f"ranges: {protocol!r} has floating point where ranges would tell sizes; leave out --ranges")
     if plans or len(given) > 1:
         if sparsity:
@@ -304,7 +312,7 @@ def estimate(
     work = Workload(model, seq, new, batch, sparsity)
     assisted_bits = config.weight_bits if config.protocol == ASSISTED else None
     hardware = Hardware.of(bandwidth, latency, gmacs, config.plan is not None, assisted_bits)
-    run(work, config, as_json, hardware, image, ranges)
+    run(work, config, as_json, hardware, image, ranges, operations)
 
 
 def doctor(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.kv_cache.policies.policy import KEEP_ALL, CachePolicy
-from private_llm.ranges import UNKNOWN
+from private_llm.ranges import UNKNOWN, Ranges
 from private_llm_cli import options
 from private_llm_cli.commands.calibrate import ranges_from
 from private_llm_cli.commands.estimate_plans import Hardware, Workload, sharding_facts, sharding_rows
@@ -22,18 +22,23 @@ from private_llm_cli.commands.output import duration, emit_json, emit_table, pro
 
 if TYPE_CHECKING:
     from private_llm_hf.tools.estimate import Estimate, LayerCost
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 def estimate(
-    work: Workload, config: PrivateConfig, as_json: bool, hardware: Hardware, image: str | None, ranges: Path | None
-) -> None:
-    """Count costs and print them per layer. work.sparsity: see `PlannedSparsity.parse`. ranges: of `calibrate`."""
+    work: Workload, config: PrivateConfig, as_json: bool, hardware: Hardware, image: str | None, ranges: str,
+    operations: bool,
+) -> None:  # fmt: skip
+    """Count costs and print them per layer. work.sparsity: see `PlannedSparsity.parse`. ranges: see `_known`.
+
+    operations: print where the bytes are, too (see `cost_places`).
+    """
     from private_llm_hf.models.architectures import architecture
     from private_llm_hf.sparsity.price import PlannedSparsity
     from private_llm_hf.tools.estimate import estimate as run
 
-    known = ranges_from(ranges) or UNKNOWN
     model_class, model_config = shape_of(work.model)
+    known = _known(ranges, model_class, model_config)
     vision = architecture(model_config).kind == "vision"
     if image is not None and not vision:
         raise ConfigError(f"image: {work.model!r} reads text; give --seq")
@@ -58,11 +63,51 @@ def estimate(
         work = replace(work, sequence=0)
     if as_json:
         kept = {} if saved is None else {"kv_cache": saved}
-        emit_json({**_summary(work, found, config, hardware), **kept})
+        places = {"operations": _operations(found, work.new)} if operations else {}
+        emit_json({**_summary(work, found, config, hardware), **kept, **places})
         return
     _tables(work, found, config, hardware)
+    if operations:
+        _operation_tables(found, work.new)
     if saved is not None:
         _saving_table(saved, found.cache_bytes)
+
+
+def _known(ranges: str, model_class: type[PreTrainedModel], model_config: PretrainedConfig) -> Ranges:
+    """Of the name of a file of `calibrate`, "" or the word for the bundled ones."""
+    from private_llm_hf.tools.ranges_by_depth import MEASURED, ranges_by_depth
+
+    if ranges == MEASURED:
+        return ranges_by_depth(model_class, model_config)
+    return ranges_from(Path(ranges) if ranges else None) or UNKNOWN
+
+
+def _operations(found: Estimate, new: int) -> dict[str, list[dict[str, Any]]]:
+    """What sent most first; "token" is empty where nothing is generated after the first new token."""
+    from private_llm_hf.tools.cost_places import places_of_prompt, places_of_token
+
+    parts = {"prompt": places_of_prompt(found), "token": places_of_token(found, new)}
+    return {name: [dataclasses.asdict(place) for place in places] for name, places in parts.items()}
+
+
+_LEAST = 0.005  # share of the bytes of a line of its own
+
+
+def _operation_tables(found: Estimate, new: int) -> None:
+    """The same for people: the prompt's, or a further token's where there is one."""
+    parts = _operations(found, new)
+    title, places = ("a further token", parts["token"]) if parts["token"] else ("the prompt", parts["prompt"])
+    total = max(1, sum(place["bytes"] for place in places))
+    large = [place for place in places if place["bytes"] >= _LEAST * total]
+    rest = [place for place in places if place["bytes"] < _LEAST * total]
+    if rest:
+        bytes_, rounds = (sum(place[what] for place in rest) for what in ("bytes", "rounds"))
+        large.append({"module": f"{len(rest)} others", "operation": "", "bytes": bytes_, "rounds": rounds})
+    rows = [
+        (row["module"] or "-", row["operation"], size(row["bytes"]), f"{row['bytes'] / total:.1%}", row["rounds"])
+        for row in large
+    ]
+    emit_table(f"where {title}'s bytes are", ("module, all layers", "operation", "bytes", "share", "rounds"), rows)
 
 
 def _summary(work: Workload, found: Estimate, config: PrivateConfig, hardware: Hardware) -> dict[str, Any]:

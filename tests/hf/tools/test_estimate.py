@@ -29,7 +29,7 @@ __all__ = ["checkpoint"]  # a fixture
 FOLDED = 4 * 2 * 64
 """Weights and biases of the small OPT's norms that are part of the layers that read them."""
 
-SHAPES = ("opt-125m", "opt-6.7b", "llama-7b", "llama-8b", "llama-13b", "bert-base", "gpt2")
+SHAPES = ("opt-125m", "opt-6.7b", "llama-7b", "llama-8b", "llama-13b", "qwen3-8b", "bert-base", "gpt2")
 
 
 def entries(costs: Costs) -> list[dict[str, dict[object, int]]]:
@@ -127,7 +127,7 @@ def test_memory_is_that_of_two_ring_elements_a_weight_and_of_the_cache() -> None
 @pytest.mark.parametrize("name", SHAPES)
 def test_built_in_shapes_are_the_published_ones(name: str) -> None:
     parameters = {"opt-125m": 125e6, "opt-6.7b": 6.66e9, "llama-7b": 6.74e9, "llama-8b": 8.03e9, "llama-13b": 13.0e9,
-                  "bert-base": 109e6, "gpt2": 124e6}  # fmt: skip
+                  "qwen3-8b": 8.19e9, "bert-base": 109e6, "gpt2": 124e6}  # fmt: skip
     found = named_shape(name)
     assert found is not None
     with torch.device("meta"):
