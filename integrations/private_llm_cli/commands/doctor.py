@@ -39,6 +39,7 @@ def examine() -> dict[str, Any]:
     speeds: tuple[tuple[str, Callable[[], float]], ...] = (
         ("prg_gb_per_s", prg_speed),
         ("ring_matmul_gmac_per_s", matmul_speed),
+        ("float32_matmul_gmac_per_s", float_speed),
         ("loopback_latency_us", loopback_latency),
     )
     with progress_bar(len(speeds)) as step:

@@ -11,6 +11,8 @@ from importlib import resources
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from private_llm.approx.norms import fitting_bits
+from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.ranges import LARGEST_EXPONENT, WEIGHT_ROOM, Ranges
 
@@ -26,7 +28,8 @@ def ranges_by_depth(model_class: type[PreTrainedModel], config: PretrainedConfig
     """SmolLM2's exponents for a shape of LLaMA's layout: of the layer at the same share of the depth.
 
     Norms of rows grow with the root of the width, rounded up to a power of two; small weights lose fractional bits
-    where a product then lacks room for them. Raises ConfigError for a shape that lacks one of the modules.
+    where a product then lacks room for them, and so do residual sums where a norm's sum of squares does. Raises
+    ConfigError for a shape that lacks one of the modules.
     """
     text = resources.files("private_llm_hf").joinpath("data", "smollm2-ranges.json").read_text("utf-8")
     measured = Ranges.from_json(text).modules
@@ -47,13 +50,20 @@ def ranges_by_depth(model_class: type[PreTrainedModel], config: PretrainedConfig
             f"{len(missing)} of {len(found)}; want a shape of LLaMA's layout, a file of `private-llm calibrate`, or "
             "none"
         )
-    return Ranges({name: _wider(known, more) for name, known in found.items()})
+    fewer = fitting_bits(_WIDTH, 0) - fitting_bits(config.hidden_size, 0)
+    return Ranges({name: _wider(known, more, fewer, config.hidden_size) for name, known in found.items()})
 
 
-def _wider(known: Mapping[str, int], more: int) -> dict[str, int]:
+def _wider(known: Mapping[str, int], more: int, fewer: int, width: int) -> dict[str, int]:
     made = {name: bits + more if name in _OF_ROWS else bits for name, bits in known.items()}
     if "output" in made:
         made["output"] = min(made["output"], LARGEST_EXPONENT)
     if "weight" in made:
         made["weight"] = min(made["weight"], WEIGHT_ROOM - made.get("output", 0))
+    if "square" in made:
+        fit = fitting_bits(width, made["square"])
+        if fit < PrivateConfig().frac_bits:
+            made["frac"] = fit
+    elif "frac" in made:
+        made["frac"] -= fewer
     return made
