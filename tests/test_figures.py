@@ -113,20 +113,20 @@ def capacity_again() -> Iterator[tuple[Row, Row]]:
 
 CACHE = ("bytes", "full_bytes", "rounds", "full_rounds", "ratio_bytes")
 COUNTED: dict[str, tuple[Callable[[], Iterator[tuple[Row, Row]]], tuple[str, ...], str]] = {
-    "benchmarks.jsonl": (ran_again, SENT, "python scripts/pages/make_benchmarks.py --only NAME"),
-    "pigeon.jsonl": (engine_again, SENT, "python scripts/pages/make_benchmarks.py --only pigeon"),
-    "smollm2.jsonl": (chat_again, SENT, "python scripts/pages/make_benchmarks.py --only smollm2"),
+    "benchmarks.jsonl": (ran_again, SENT, "python scripts/pages/make_benchmarks.py --count --only NAME"),
+    "pigeon.jsonl": (engine_again, SENT, "python scripts/pages/make_benchmarks.py --count --only pigeon"),
+    "smollm2.jsonl": (chat_again, SENT, "python scripts/pages/make_benchmarks.py --count --only smollm2"),
     "networks.jsonl": (
         distance_again,
         (*SENT, "bytes_first_token", "rounds_first_token"),
-        "python scripts/pages/make_networks.py --measure",
+        "python scripts/pages/make_networks.py --measure --how modelled --count",
     ),
     "capacity.jsonl": (
         capacity_again,
         (*SENT, "bytes_busiest_link", "weights", "client", "cache"),
         "python scripts/pages/make_capacity.py --measure --how modelled",
     ),
-    "cascade.jsonl": (bert_again, SENT, "python scripts/pages/make_benchmarks.py --only cascade"),
+    "cascade.jsonl": (bert_again, SENT, "python scripts/pages/make_benchmarks.py --count --only cascade"),
     "mpcache.jsonl": (cache_again, CACHE, "python scripts/pages/make_cache_tables.py --count"),
 }  # fmt: skip
 """Rows that are counted again: how, which columns must be equal, and what makes the rows anew."""
@@ -169,7 +169,7 @@ def whole_history() -> bool:
 def test_rows_name_a_commit_of_this_history(name: str) -> None:
     if not whole_history():
         pytest.skip("not a checkout with its whole history")
-    for commit in {row["commit"] for row in ROWS[name]}:
+    for commit in {row[part] for row in ROWS[name] for part in ("commit", "counted") if part in row}:
         subprocess.run([*GIT, "merge-base", "--is-ancestor", commit, "HEAD"], check=True)
 
 

@@ -24,10 +24,41 @@ def run(doc: str | None, script: str, target: Path, make: Callable[[], str], out
     return 0
 
 
+_TIMED = {
+    "seconds",
+    "gbit_per_s",
+    "error_max",
+    "machine",
+    "torch",
+    "version",
+    "commit",
+    "load",
+    "vanilla_seconds",
+    "ratio",
+}
+
+
+def counted(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """A row whose seconds and errors are those of `before`, and whose bytes and rounds are those of `now`.
+
+    Its `commit` and machine are those of the seconds; `counted` names the commit of the rest, where that differs.
+    """
+
+    def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+        both = {name: merged(old[name], each) if isinstance(each, dict) else each for name, each in new.items()
+                if name in old and name not in _TIMED}  # fmt: skip
+        return {**old, **both}
+
+    made = merged(before, now)
+    return made if made == before else {**made, "counted": now["commit"]}
+
+
 def taken(rows: Sequence[dict[str, Any]]) -> str:
     """Machine, versions and commits of rows, for the line below their table."""
     first, commits = rows[0], sorted({row["commit"] for row in rows})
+    again = ", ".join(sorted({row["counted"] for row in rows if "counted" in row}))
     return (
         f"{first['machine']}; torch {first['torch']}; private-llm {first['version']}, "
         f"commit{'s' if commits[1:] else ''} {', '.join(commits)}"
+        f"{f' (bytes and rounds: {again})' if again else ''}"
     )

