@@ -88,8 +88,7 @@ def rectified_minus(x: Fixed, bump: Fitted) -> Fixed:
     rounding of its result. By comparison keys the whole function in 2 rounds. Raises DomainError in a 32-bit ring.
     """
     waves = bump.waves if "relu_minus_waves" in x.session.protocol.primitives else None
-    if waves is not None and x.width is not None and x.width < _read(waves, x.frac):
-        x = x.restore_high_bits()
+    x = x if waves is None else x.right_in(_read(waves, x.frac))
     plan = None if waves is None else waves_of(waves, x.frac, x.session.ring.bits if x.width is None else x.width)
     span = coarse_span(x) if waves is None else coarse_span(x, resolution=waves.resolution)
     if takes_curve(bump.curve, x, x.frac, _price, x.session.ring, x.numel(), bump, plan, *span):

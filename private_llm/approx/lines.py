@@ -170,6 +170,7 @@ def power_by_lines(x: Fixed, lines: Lines | WideLines) -> Fixed:
     not garbage. Of `WideLines` 3 rounds; a truncation, and `piecewise` for two elements each; relative error 1e-4 and
     the precision of x, 2e-4 where the copies meet. Raises UnsupportedOp without comparison keys.
     """
+    x = x.restore_high_bits()
     if isinstance(lines, Lines):
         (made,) = x.proto.piecewise(x.share, _pieces(lines))
         return x.with_share(made, lines.frac)

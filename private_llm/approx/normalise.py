@@ -100,7 +100,7 @@ def powers(
     if not 0 < low < high:
         raise DomainError(f"got a range of {low:g} to {high:g}; want 0 < low < high")
     need_wide_ring(x, "a reciprocal or reciprocal square root")
-    proto = x.proto
+    proto, x = x.proto, x.restore_high_bits()
     weight_bits = cells.bits + math.ceil(math.log2(high))
     if x.frac + weight_bits > 60 or weight_bits < 0:
         raise DomainError(

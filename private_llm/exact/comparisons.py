@@ -100,6 +100,7 @@ def chosen_below(
         return x.select(x.less_than(thresholds, bits, low), weights, constants)
     steps = tuple((round(c * (1 << x.frac)), weight) for c, weight in zip(constants, weights, strict=True))
     offsets = tuple(-round(threshold * (1 << x.frac)) for threshold in thresholds)
+    x = x.right_in(bits)
     (made,) = x.proto.piecewise(x.share, Pieces(offsets, (steps,), ((0, 0),), bits, low))
     return x.with_share(made)
 

@@ -243,7 +243,7 @@ def argmax(x: Fixed) -> Fixed:
 
 def first_maximum(x: Fixed) -> tuple[Fixed, Fixed]:
     """The maximum over the last dimension (fractional bits as x) and its index (none), [...]; costs as `argmax`."""
-    width = x.shape[-1]
+    x, width = x.restore_high_bits(), x.shape[-1]
     if width < 1:
         raise DomainError("argmax: got an empty last dimension; want at least one entry")
     if _in_one_number(x):

@@ -92,6 +92,10 @@ class Fixed:
         bits = self.session.ring.bits
         return Fixed(self.session, self.proto.truncate(self.share, 0, BitWidths(self.width, bits)), self.frac)
 
+    def right_in(self, bits: int | None) -> Fixed:
+        """The same value, right in its lowest `bits` (None: all) at least: local, or `restore_high_bits`."""
+        return self if self.width is None or (bits is not None and bits <= self.width) else self.restore_high_bits()
+
     def min_width_with(self, other: Fixed) -> Fixed:
         """This value, said to be right in no more bits than `other` is: what has entries or terms of both. Local."""
         if other.width is None or (self.width is not None and self.width <= other.width):
@@ -278,8 +282,7 @@ class Fixed:
         as one vector, since vectors take whole words. Values that are right in fewer bits are restored first. Raises
         DomainError as `Protocol.msb`.
         """
-        x = self if self.width is None or (bits is not None and bits <= self.width) else self.restore_high_bits()
-        offsets = _offsets(tuple(thresholds), self.frac)
+        x, offsets = self.right_in(bits), _offsets(tuple(thresholds), self.frac)
         if len(offsets) == 1 or not 0 < x.numel() <= _FEW:
             return x.proto.msb(x.share, offsets, bits, low)
         return _side_by_side(x, offsets, bits, low)
@@ -397,7 +400,7 @@ def negative(x: Fixed, bits: int | None = None, width: int | None = None) -> Fix
     keys, where those are the way to go, 4 kB and 1 round. Raises DomainError unless 2 <= bits <= ring bits.
     """
     ring, bits = x.session.ring, x.session.ring.bits if bits is None else bits
-    x, count = x if x.width is not None and bits <= x.width else x.restore_high_bits(), x.numel()
+    x, count = x.right_in(bits), x.numel()
     low = width if narrows(x.session) else None
     if not x.proto.takes_keys(count, PiecesShape(1, 1, bits), sign_price, ring, count, bits, low):
         made = x.proto.inject(x.less_than([0.0], bits=bits), None, (1,), (1,), low=low)

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from private_llm.approx.activations import FromTables, gelu, precise_tanh
+from private_llm.approx.normalise import reciprocal
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
-from private_llm.exact.comparisons import coarse_bits, relu
-from private_llm.exact.maximum import concatenated
+from private_llm.exact.comparisons import clamp, coarse_bits, relu
+from private_llm.exact.maximum import concatenated, first_maximum, maximum
 from private_llm.exact.ragged_rows import Rows
+from private_llm.exact.ranks import among_largest
 from private_llm.net.ledger import Cost
 from private_llm.nn.attention import ROOM, score_width
 from private_llm.nn.padded_keys import alike
@@ -121,6 +123,32 @@ def test_what_needs_its_right_bits_alone_costs_no_more(step: str, protocol: str)
     else:
         assert (price.total, price.rounds) <= (usual.total, usual.rounds)
         assert width is not None
+
+
+BEYOND: dict[str, Callable[[Fixed], Fixed]] = {
+    "ReLU": relu, "a clamp": lambda x: clamp(x, -0.5, 0.5), "a maximum and its place": lambda x: first_maximum(x)[0],
+    "a coarse maximum": lambda x: maximum(x, coarse=True), "a rank": lambda x: among_largest(x, 3),
+    "a reciprocal": lambda x: reciprocal(x + 6.0, 1.0, 64.0),
+}  # fmt: skip
+"""Functions that look at more bits than a product of few has."""
+
+
+@pytest.mark.parametrize("adder", ["prefix", "keys"])
+@pytest.mark.parametrize("protocol", ["trio", "dealer"])
+@pytest.mark.parametrize("function", BEYOND)
+def test_what_looks_at_more_bits_makes_them_right_first(function: str, protocol: str, adder: str) -> None:
+    """Comparison keys, too, with which nothing was narrow before "auto" chose for each number of elements."""
+    config = PrivateConfig.from_dict({"protocol": protocol, "adder": adder})
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+    def narrow(_: Session, x: Fixed, y: Fixed) -> Fixed:
+        return BEYOND[function](x.mul(y, width=27)).restore_high_bits()
+
+    def whole(_: Session, x: Fixed, y: Fixed) -> Fixed:
+        return BEYOND[function](x.mul(y)).restore_high_bits()
+
+    got, want = (run_parties(config, run, [x, torch.ones(64, 8)]).value for run in (narrow, whole))
+    assert torch.allclose(got, want, atol=0.2 if "coarse" in function else 2.0**-12)
 
 
 def test_its_width_goes_along_with_what_is_made_of_it() -> None:
