@@ -6,8 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
+from private_llm.approx.softmax import softmax_ragged
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.exact.comparisons import comparing
@@ -228,6 +231,52 @@ def test_groups_are_chosen_by_the_network_and_never_take_longer() -> None:
         rounds[name] = run.rounds
     assert rounds["far"] < rounds["default"] < rounds["narrow"] == 40
     assert run_meta(replace(TRIO, adder="ripple"), lambda _, a: maximum(a, coarse=True), [(32, 16)]).rounds == 4 * 26
+
+
+NETWORKS = [(10.0, 200.0), (100_000.0, 0.0), (1000.0, 1.0), (1000.0, 20.0), (1.0, 0.1)]
+"""Mbit/s and ms, by which all methods are chosen."""
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[PrivateConfig, int | None, Rows, Tensor]:
+    """A configuration, a calibrated exponent of scores, and ragged rows: ties, ends of the range, neighbours."""
+    protocol, adder = (
+        draw(st.sampled_from(["trio", "trio", "dealer", "quad"])),
+        draw(st.sampled_from(["prefix", "auto"])),
+    )
+    bandwidth, latency = draw(st.sampled_from(NETWORKS))
+    network = {"latency_ms": latency} if adder == "prefix" else {"latency_ms": latency, "bandwidth_mbit": bandwidth}
+    known = draw(st.sampled_from([None, -3, 6, 9, 18]))
+    end = (2**20 - 2**10 if known is None else 2 ** max(known, 6)) << 18
+    near = draw(st.integers(-end, end - 3))
+    values = torch.tensor([near, near + 1, near + 3, -end, end, *draw(st.lists(st.integers(-end, end), max_size=3))])
+    values = values[draw(st.integers(0, 4)) :]
+    lengths = draw(st.lists(st.sampled_from([1, 2, 3, 5, 8, 13, 15, 16, 17, 33, 65]), min_size=1, max_size=3))
+    rows = Rows(tuple(lengths * draw(st.sampled_from([1, 1, 4]))))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    found = values[torch.randint(len(values), (rows.total,), generator=generator)].double() / 2**18
+    return PrivateConfig.from_dict({"protocol": protocol, "adder": adder, **network}), known, rows, found
+
+
+@given(problems())
+@settings(max_examples=30, deadline=None)
+def test_maxima_are_near_and_softmax_is_right_whatever_the_network(
+    problem: tuple[PrivateConfig, int | None, Rows, Tensor],
+) -> None:
+    config, known, rows, x = problem
+
+    def out(session: Session, x: Fixed) -> list[Fixed]:
+        if known is not None:
+            session.numerics.ranges = Ranges({session.protocol.module: {"score": known}})
+        with comparing(session, "score"):
+            return [maximum_ragged(x, rows, coarse=True).restore_high_bits(), softmax_ragged(x, rows)]
+
+    near, shares = run_parties(config, out, [x]).values
+    parts = x.split(list(rows.lengths))
+    gap = torch.stack([part.max() for part in parts]) - near
+    assert float(gap.min()) >= 0
+    assert float(gap.max()) < 1 / 4
+    assert torch.allclose(shares, torch.cat([part.softmax(-1) for part in parts]), rtol=0, atol=5e-4)
 
 
 @pytest.mark.parametrize(("known", "width"), [(4, 13), (9, 16), (19, 26), (30, 26)])
