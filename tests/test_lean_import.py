@@ -54,6 +54,7 @@ def test_import_stays_lean(module: str) -> None:
         *(f"{command} m --max-new-tokens 0" for command in ("generate --prompt x", "chat")),
         *(f"gateway m {option}" for option in ("--port -1", "--sessions 0", "--wait -1", "--host a --no-token")),
         "share m --out x --task none",
+        "calibrate m --text /no/such",
     ],
 )
 def test_simple_mistakes_are_told_before_anything_slow_is_imported(words: str) -> None:
@@ -67,6 +68,24 @@ except SystemExit as ended:
     assert ended.code == 2
 """
     assert imported(code, HEAVY) == []
+
+
+def test_keys_and_certificates_are_made_without_anything_slow(tmp_path: Path) -> None:
+    made = (f"certs --out {tmp_path}/set", f"certs show {tmp_path}/set/ca.pem")
+    code = f"""
+import io, sys
+from private_llm_cli.app import main
+shown, sys.stdout = sys.stdout, io.StringIO()
+for words in {made}:
+    sys.argv = ["private-llm", *words.split()]
+    try:
+        main()
+    except SystemExit as ended:
+        assert not ended.code
+sys.stdout = shown
+"""
+    assert imported(code, HEAVY) == []
+    assert (tmp_path / "set" / "party2.pem").exists()
 
 
 def test_the_integration_is_imported_without_what_few_use_and_without_cuda() -> None:

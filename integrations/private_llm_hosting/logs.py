@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import Literal, TextIO
 
 from private_llm.errors import PrivateLLMError
-from private_llm.net.wire import legible
+from private_llm.net.roles import legible
 
 LOGGER = "private_llm"
 FIELDS = ("event", "session", "user", "reason", "seconds", "model", "requests", "rows", "tokens", "suppressed")

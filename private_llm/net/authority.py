@@ -27,7 +27,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from private_llm.errors import ConfigError
 from private_llm.net.roles import check_user, client_name, common_name, is_client
-from private_llm.net.transport import CLIENT
+from private_llm.protocol_facts import CLIENT
 from private_llm.tls_config import TLSConfig
 
 

@@ -27,8 +27,9 @@ from private_llm.errors import ConfigError
 from private_llm.forks import Origin
 from private_llm.net.addresses import hosts_of, listen, open_named_listeners
 from private_llm.net.rendezvous import connect
+from private_llm.net.roles import endpoint_name
 from private_llm.net.sockets import SocketTransport
-from private_llm.net.transport import CLIENT, endpoint_name
+from private_llm.net.transport import CLIENT
 
 _MESHES = itertools.count()  # all ranks make the same ones in the same order, so that they meet under one name
 

@@ -23,9 +23,8 @@ import torch
 
 from private_llm.errors import PartiesBusy, TransportError
 from private_llm.net import wire
-from private_llm.net.roles import Users
+from private_llm.net.roles import Users, endpoint_name, legible
 from private_llm.net.tls import check_name
-from private_llm.net.transport import endpoint_name
 from private_llm.net.wire import HEADER_BYTES, Frame, FrameKind
 
 _NEW = bytes(8)  # session name of frames before there is one
@@ -131,7 +130,7 @@ def _expect(sock: socket.socket, peer: int, sequence: int, size: int) -> bytes:
     frame, body = _get(sock)
     if frame.kind is FrameKind.ABORT:
         refusal = PartiesBusy if frame.tag == _BUSY else TransportError
-        raise refusal(f"{endpoint_name(peer)} refused: {wire.legible(body.decode(errors='replace'))}")
+        raise refusal(f"{endpoint_name(peer)} refused: {legible(body.decode(errors='replace'))}")
     if (frame.kind, frame.sender, frame.sequence, len(body)) != (FrameKind.HELLO, peer, sequence, size):
         raise TransportError(f"{endpoint_name(peer)}: malformed handshake")
     return body

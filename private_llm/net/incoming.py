@@ -20,8 +20,8 @@ from torch import Tensor
 from private_llm.errors import PartyFailed, TransportError
 from private_llm.net import connection, wire
 from private_llm.net.direct import Row
-from private_llm.net.roles import PASSES_ON, attributed
-from private_llm.net.transport import disagreement, endpoint_name, room
+from private_llm.net.roles import PASSES_ON, attributed, endpoint_name, legible
+from private_llm.net.transport import disagreement, room
 from private_llm.net.wire import BLOCKED, HEADER_BYTES, FrameKind, cause
 
 _PROGRAM_S = 30.0  # how long the end of a connection waits for a program that has it, which may compute meanwhile
@@ -245,7 +245,7 @@ class Incoming:
         self._start += HEADER_BYTES + frame.nbytes
         self._sequence += 1
         if frame.kind is FrameKind.ABORT:
-            self.ended, self.aborted = attributed(self.peer, wire.legible(body.decode(errors="replace"))), True
+            self.ended, self.aborted = attributed(self.peer, legible(body.decode(errors="replace"))), True
             raise PartyFailed(self.ended)
         if frame.kind is FrameKind.BYE:
             self.left, self.ended = True, f"{endpoint_name(self.peer)} has closed the session"

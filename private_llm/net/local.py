@@ -19,7 +19,8 @@ from private_llm.errors import PartyFailed, TransportError
 from private_llm.forks import Origin, forked, process
 from private_llm.net.direct import Barrier, BarrierEnd, End
 from private_llm.net.memory_link import MemoryLink, Reader, Writer, new_link
-from private_llm.net.transport import CLIENT, Ready, Transport, disagreement, endpoint_name
+from private_llm.net.roles import endpoint_name
+from private_llm.net.transport import CLIENT, Ready, Transport, disagreement
 
 _MAX_AHEAD = 256 << 20  # bytes a sender may run ahead of its receiver before it waits (bounds preprocessing's memory)
 

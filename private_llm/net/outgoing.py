@@ -22,7 +22,7 @@ from torch import Tensor
 from private_llm.errors import PartyFailed
 from private_llm.net import connection, wire
 from private_llm.net.direct import Row
-from private_llm.net.transport import endpoint_name
+from private_llm.net.roles import endpoint_name, legible
 from private_llm.net.wire import BLOCKED, HEADER_BYTES, FrameKind, cause
 
 MAX_AHEAD = 256 << 20  # bytes a sender may run ahead of its receiver before it waits (bounds memory)
@@ -192,7 +192,7 @@ class Outgoing:
                 dropped = self._queue.pop()
                 self._sequence = dropped.sequence
                 self._queued -= dropped.size
-        self.note(FrameKind.ABORT, wire.legible(reason).encode()[: wire.MAX_NOTE])
+        self.note(FrameKind.ABORT, legible(reason).encode()[: wire.MAX_NOTE])
 
     def note(self, kind: FrameKind, text: bytes) -> None:
         """Send a short message that is not data; nothing happens on a broken connection."""

@@ -24,10 +24,10 @@ from private_llm.errors import PartiesBusy, TransportError, undoing
 from private_llm.net.addresses import Address, addresses_of, listen, open_connection, set_options, shown
 from private_llm.net.admission import HANDSHAKE_S, Acceptor, Admission
 from private_llm.net.hello import CALLER_BYTES, Greeted, answer, greet
-from private_llm.net.roles import named_errors
+from private_llm.net.roles import endpoint_name, named_errors
 from private_llm.net.sockets import SocketPair, SocketTransport
 from private_llm.net.tls import Credentials, caller_name, explain
-from private_llm.net.transport import CLIENT, endpoint_name
+from private_llm.net.transport import CLIENT
 from private_llm.protocol_facts import ASSISTED
 
 _LOG = logging.getLogger("private_llm")

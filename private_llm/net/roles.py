@@ -42,6 +42,16 @@ def attributed(endpoint: int, reason: str) -> str:
     return f"{name}{PASSES_ON}{reason}"
 
 
+def legible(text: str) -> str:
+    """`text` from another endpoint as it may be printed: one line, without control characters and lone surrogates."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def endpoint_name(endpoint: int) -> str:
+    """How links call an endpoint."""
+    return "the client" if endpoint == CLIENT else f"party {endpoint}"
+
+
 def called(config: PrivateConfig, endpoint: int) -> str:
     """How one endpoint besides the client is called."""
     if config.facts is not None and config.facts.dealer and endpoint == config.helper:

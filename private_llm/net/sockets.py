@@ -30,7 +30,8 @@ from private_llm.forks import Origin
 from private_llm.net.direct import End
 from private_llm.net.incoming import Incoming
 from private_llm.net.outgoing import Outgoing
-from private_llm.net.transport import CLIENT, Transport, endpoint_name
+from private_llm.net.roles import endpoint_name
+from private_llm.net.transport import CLIENT, Transport
 from private_llm.net.wire import FrameKind
 
 _FIRST_HAND_S = 0.2  # seconds to wait for the words of the endpoint that failed, when another has passed them on

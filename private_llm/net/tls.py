@@ -18,8 +18,8 @@ from typing import Any
 
 from private_llm.errors import ConfigError, TransportError
 from private_llm.net.authority import certificate_facts, check_signed
-from private_llm.net.roles import Users, common_name, is_client
-from private_llm.net.transport import CLIENT, endpoint_name
+from private_llm.net.roles import Users, common_name, endpoint_name, is_client
+from private_llm.net.transport import CLIENT
 from private_llm.tls_config import TLSConfig
 
 _LOG = logging.getLogger("private_llm")

@@ -23,13 +23,9 @@ from torch import Tensor
 from private_llm.errors import ConfigError, TransportError
 from private_llm.net.direct import BarrierEnd, End
 from private_llm.net.ledger import Ledger
+from private_llm.net.roles import endpoint_name
 from private_llm.net.wire import TRAVELS, dtype_code
 from private_llm.protocol_facts import CLIENT as CLIENT
-
-
-def endpoint_name(endpoint: int) -> str:
-    """How an endpoint is called in messages."""
-    return "the client" if endpoint == CLIENT else f"party {endpoint}"
 
 
 def disagreement(endpoint: int, got: str, want: str) -> TransportError:

@@ -84,11 +84,6 @@ def dtype_code(dtype: torch.dtype) -> int:
     return code
 
 
-def legible(text: str) -> str:
-    """`text` from another endpoint as it may be printed: one line, without control characters and lone surrogates."""
-    return "".join(c if c.isprintable() else " " for c in text)
-
-
 @lru_cache(maxsize=1024)
 def tag_bytes(tag: str) -> bytes:
     """A tag as it travels. Raises DomainError when it is too long or holds a zero byte."""

@@ -45,8 +45,7 @@ def trial(
     if not out:
         raise ConfigError("--out: got none; want a folder for the set, or one of ca, request, sign, show")
     from private_llm.net.authority import check_days, make_certificates, user_folder
-    from private_llm.net.roles import named
-    from private_llm.net.transport import endpoint_name
+    from private_llm.net.roles import endpoint_name, named
 
     config, folder = options.config_of(protocol, 64, **options.plan_of(plan, split=split)), Path(out)
     if parties is not None and parties < 1:
@@ -147,7 +146,7 @@ def _text(facts: "CertificateFacts", days: float) -> str:
 
 
 def _say(line: str) -> None:
-    from private_llm.net.wire import legible
+    from private_llm.net.roles import legible
     from private_llm_cli.commands.output import CONSOLE
 
     for each in line.splitlines():

@@ -256,9 +256,10 @@ def _tls(folder: Path | None, allow: str | None) -> dict[str, Any]:
 
 def _check(settings: "PartySettings", as_json: bool) -> None:
     """Print a row for each thing looked at; exit code 2 if one of them is wrong."""
+    say_first("looking at files, names and ports", as_json)
     from private_llm_hosting.check import check_party
 
-    from private_llm.net.wire import legible
+    from private_llm.net.roles import legible
 
     found = check_party(settings)
     if as_json:
@@ -276,7 +277,7 @@ def _check(settings: "PartySettings", as_json: bool) -> None:
 
 def notice(line: str) -> None:
     """Print what a party reports, as plain text: others' words may look like markup. Goes on without a terminal."""
-    from private_llm.net.wire import legible
+    from private_llm.net.roles import legible
 
     with contextlib.suppress(OSError, ValueError):  # ValueError: the stream was closed
         sys.stderr.write(f"{legible(line)}\n")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from private_llm.net.ledger import Cost, Ledger, merge, size
-from private_llm.net.transport import endpoint_name
+from private_llm.net.roles import endpoint_name
 from private_llm_hf.wire.answers import CostRows
 
 _SHOWN = 12  # lines of a printed part; what is not among the dearest goes into one line

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import ConfigError, DomainError, TransportError
-from private_llm.net.wire import legible
+from private_llm.net.roles import legible
 
 NAME = "message"
 _TENSOR = "__tensor__"

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from private_llm.errors import DomainError, TransportError
 from private_llm.net.ledger import CONTROL
-from private_llm.net.transport import CLIENT, Transport, endpoint_name
+from private_llm.net.roles import endpoint_name
+from private_llm.net.transport import CLIENT, Transport
 from private_llm_hf.wire.codec import Between, Dims, M, Message, OneOf, ShapeOf, message_of, text_of
 
 OPENED = ("logits", "start_logits", "end_logits", "last_hidden_state", "pooler_output")
