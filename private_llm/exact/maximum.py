@@ -228,7 +228,7 @@ def times(bits: BitShare, moved: Sequence[Fixed]) -> list[Fixed]:
     made = flat.proto.inject(copies, flat.share, [1], [0])
     return [
         each.with_share(made.map(lambda part, at=at: part[at : at + count].reshape(shape)))  # type: ignore[misc]
-        for each, at in zip(moved, range(0, lanes * len(moved), lanes), strict=True)
+        for at, each in ((place * lanes, each) for place, each in enumerate(moved))
     ]
 
 

@@ -186,8 +186,11 @@ class Pricing:
         """`msb` of `count` elements of `bits` bits, by the adder that it will choose."""
         if not count:
             return Cost()
-        prefix, ripple = (made(count, bits, thresholds) for made in (self.prices.msb, self.prices.msb_ripple))
-        return ripple if self.adder.ripples(lambda: prefix, lambda: ripple) else prefix
+        prefix, ripple = (
+            self.prices.msb(count, bits, thresholds),
+            partial(self.prices.msb_ripple, count, bits, thresholds),
+        )
+        return ripple() if self.adder.ripples(lambda: prefix, ripple) else prefix
 
     def sign_seconds(self, keys: bool, count: int, bits: int) -> float:
         """What `msb` of `count` elements of `bits` bits takes, or where `keys` may, comparison keys for it if less."""

@@ -150,6 +150,12 @@ def test_argmax_refuses_nothing() -> None:
         run_meta(TRIO, lambda _, a: argmax(a), [(3, 0)])
 
 
+@pytest.mark.parametrize("config", [TRIO, KEYS, QUAD], ids=["trio", "keys", "quad"])
+def test_no_rows_have_no_maxima(config: PrivateConfig) -> None:
+    for function in (argmax, lambda x: maximum(x, coarse=True).view(lambda part: part.squeeze(-1))):
+        assert run_parties(config, lambda _, a, f=function: f(a), [torch.zeros(0, 5)]).value.shape == (0,)
+
+
 @every
 def test_ragged_maximum(config: PrivateConfig) -> None:
     rows = Rows((1, 7, 2, 64, 1, 33))
