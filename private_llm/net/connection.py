@@ -1,11 +1,12 @@
 """What a connection is to a compiled program: a row of 64-bit words (`frames.py`), lent by its two ends in Python."""
 
+import os
 import platform
 import sys
 
 HERE = sys.platform == "linux" and sys.maxsize > 1 << 32 and platform.machine() in {"x86_64", "aarch64"}
 """Whether sockets have the constants and structures that compiled programs know."""
-IN_MEMORY = HERE and platform.machine() == "x86_64"
+IN_MEMORY = HERE and hasattr(os, "eventfd") and platform.machine() == "x86_64"
 """Whether links between threads are lent: their ring needs stores to be seen in the order in which they were made."""
 
 HEADER_WORDS = 8

@@ -71,6 +71,20 @@ def test_doctor_measures(run: Run) -> None:
     assert isinstance(report["warnings"], list)
 
 
+def test_doctor_names_arm_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux gives their features another field, and no name."""
+    from private_llm_cli.commands import doctor
+
+    monkeypatch.setattr(doctor, "cpu_field", lambda name: "fp asimd crc32" if name == "Features" else "")
+    monkeypatch.setattr(doctor.binding, "get_host_cpu_name", lambda: "cortex-a72")
+    for speed in ("prg_speed", "matmul_speed", "loopback_latency"):
+        monkeypatch.setattr(doctor, speed, lambda: 1.0)
+    report = doctor.examine()
+    assert (report["cpu"], report["cpu_flags"]) == ("cortex-a72", ["asimd"])
+    assert any("no AES instructions" in warning for warning in report["warnings"])
+    assert doctor.machine().startswith("cortex-a72, ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from llvmlite import binding
 
 from private_llm.config import VERSION
 from private_llm.kernels import matmul, ops
@@ -57,13 +58,13 @@ def machine() -> str:
     flags = cpu_field("flags").split()
     family, amx = cpu_field("cpu family"), "with" if "amx_int8" in flags else "without"
     width = "AVX-512" if "avx512f" in flags else "AVX2" if "avx2" in flags else "no AVX2"
-    generation = f" (family {family}, {width})" if family else ""
-    return f"{cpu_model()}{generation} {amx} AMX, {usable_cores()} cores, {memory_gib():.0f} GiB, {platform.system()}"
+    generation = f" (family {family}, {width}) {amx} AMX" if family else ""  # else ARM, or Linux does not tell
+    return f"{cpu_model()}{generation}, {usable_cores()} cores, {memory_gib():.0f} GiB, {platform.system()}"
 
 
 def cpu_model() -> str:
-    """The processor's own name."""
-    return cpu_field("model name") or platform.processor() or platform.machine()
+    """The processor's own name, or, as ARM's have none, the compiler's."""
+    return cpu_field("model name") or str(binding.get_host_cpu_name())
 
 
 def cpu_field(name: str) -> str:
@@ -155,7 +156,7 @@ def _warnings(report: dict[str, Any]) -> list[str]:
     found = []
     if report["cores"] < 2:
         found.append("one core: the parties run one after the other, so times are about three times the possible ones")
-    if "aes" not in report["cpu_flags"] and platform.machine() in ("x86_64", "AMD64"):
+    if report["cpu_flags"] and "aes" not in report["cpu_flags"]:  # without any, the system does not tell
         found.append("no AES instructions: random streams and comparison keys will be many times slower")
     if report["memory_gib"] < 4:
         found.append("less than 4 GiB of memory: three parties hold each weight in 16 bytes each, 48 bytes in sum")

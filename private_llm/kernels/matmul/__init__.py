@@ -54,7 +54,7 @@ def kernel_name() -> str:
     """Which of them products of many rows use here."""
     if cpu_amx.usable():
         return "byte tiles (AMX)"
-    return "register tiles (AVX-512)" if WIDE else "register tiles of pairs (no AVX-512)"
+    return "register tiles (AVX-512)" if WIDE else "register tiles of pairs"
 
 
 _local = threading.local()

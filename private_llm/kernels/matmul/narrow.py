@@ -51,13 +51,13 @@ NARROW, WHOLE, BYTE, HALF = np.int16(0), np.int64(0), np.uint8(0), np.int32(0)
 
 
 def _pairs(builder: IrValue, a: IrValue, b: IrValue) -> IrValue:
-    """a[2i] b[2i] + a[2i+1] b[2i+1] in 32 bits."""
+    """Sums of two products a[i] b[i] each in 32 bits, all of them in some sum."""
     if LANES == 32 or _FEATURES.get("avx2"):
         name = "llvm.x86.avx512.pmaddw.d.512" if LANES == 32 else "llvm.x86.avx2.pmadd.wd"
         return builder.call(known(builder, name, _SUMS, _SHORTS, _SHORTS), [a, b])
-    sides = []
-    for first in range(2):
-        a_half, b_half = (builder.sext(shuffled(builder, range(first, LANES, 2), each), _SUMS) for each in (a, b))
+    sides, half = [], LANES // 2
+    for first in (0, half):
+        a_half, b_half = (builder.sext(shuffled(builder, range(first, first + half), each), _SUMS) for each in (a, b))
         sides.append(builder.mul(a_half, b_half))
     return builder.add(*sides)
 

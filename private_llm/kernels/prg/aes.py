@@ -1,4 +1,4 @@
-"""AES-128 inside Numba kernels, by the processor's own instructions (AES-NI): key streams, and trees of seeds.
+"""AES-128 inside Numba kernels, by the processor's own instructions (x86-64, ARM64): key streams, and trees of seeds.
 
 The key stream is that of counter mode from counter 0 (NIST SP 800-38A, section 6.5), from any byte on: block i is the
 cipher of i as a big-endian number of 16 bytes. Where the processor has them (VAES), an instruction works on four
@@ -21,7 +21,7 @@ from numba import config, types
 
 from private_llm.kernels.address import Array, flat
 from private_llm.kernels.compiling import compiled
-from private_llm.kernels.emitting import ADDRESS, I32, I64, Function, IrValue, emitted, known, pointer, shuffled
+from private_llm.kernels.emitting import ADDRESS, I8, I32, I64, Function, IrValue, emitted, known, pointer, shuffled
 
 
 @cache
@@ -30,21 +30,28 @@ def usable() -> bool:
     if config.CPU_NAME or config.CPU_FEATURES:
         return False
     features = binding.get_host_cpu_features()
-    return platform.machine().lower() in ("x86_64", "amd64") and bool(features.get("aes"))
+    return (_ARM or platform.machine().lower() in ("x86_64", "amd64")) and bool(features.get("aes"))
 
 
+_ARM = platform.machine().lower() in ("aarch64", "arm64")
 _FEATURES = binding.get_host_cpu_features()
 WIDE = bool(_FEATURES.get("vaes", False)) and bool(_FEATURES.get("avx512f", False))
 LANES = 4 if WIDE else 1  # blocks in a vector
 _UNDER_WAY = 8  # vectors encrypted side by side: an AES instruction takes several cycles, and one or two start in each
 BLOCK = 16  # bytes of a block
 SPILL = BLOCK * LANES  # `write_lines` writes fewer bytes than this beyond a line's end
-_BLOCK = ir.VectorType(I64, 2)
+_BLOCK, _OCTETS = ir.VectorType(I64, 2), ir.VectorType(I8, BLOCK)
 
 
 def _round(builder: IrValue, number: int, blocks: IrValue, key: IrValue) -> IrValue:
     """Round 1 to 10 of one block, or of four."""
     kind = blocks.type
+    if _ARM:  # AESE adds a key first: 0 here, and LLVM puts in the one of the round before
+        step = known(builder, "llvm.aarch64.crypto.aese", _OCTETS, _OCTETS, _OCTETS)
+        made = builder.call(step, [builder.bitcast(blocks, _OCTETS), ir.Constant(_OCTETS, None)])
+        if number < 10:
+            made = builder.call(known(builder, "llvm.aarch64.crypto.aesmc", _OCTETS, _OCTETS), [made])
+        return builder.xor(builder.bitcast(made, kind), key)
     width = "" if kind == _BLOCK else ".512"
     step = known(builder, f"llvm.x86.aesni.aesenc{'last' if number == 10 else ''}{width}", kind, kind, kind)
     return builder.call(step, [blocks, key])
