@@ -167,7 +167,8 @@ class Checkpoint:
         if missing:
             raise PatchMismatch(
                 f"checkpoint {self.source!r} lacks {len(missing)} weight(s) of {model_class.__name__}: "
-                f"{listed(sorted(missing))}; load one that was trained with this head"
+                f"{listed(sorted(missing))}; load one that was trained with this head, or this one for what it was "
+                "trained for (vectors of texts: AutoPrivateModel, `private-llm share --task features`, gateway)"
             )
         return as_built(model, without_quantisation(model.config)) if self._special else model
 
