@@ -27,7 +27,14 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def with_python() -> list[Path]:
-    return [page for page in PAGES if blocks(page, "python")]
+    return [page for page in PAGES if blocks(page, "python") and page != ROOT / "README.md"]
+
+
+def test_the_first_page_s_block_prints_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In every run: everybody reads it, and its figures change with each protocol's bytes."""
+    test_python_blocks_run(ROOT / "README.md", tmp_path, monkeypatch, capsys)
 
 
 @pytest.mark.sampled(2)
