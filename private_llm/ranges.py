@@ -122,7 +122,7 @@ class Ranges:
         try:
             values: Any = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ConfigError(f"ranges: want JSON ({error})") from None
+            raise ConfigError(f"ranges: want the JSON of `private-llm calibrate` ({error})") from None
         return cls(values["modules"] if isinstance(values, dict) and "modules" in values else values)
 
 
