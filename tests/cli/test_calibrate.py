@@ -37,7 +37,7 @@ def test_calibrate_writes_what_share_takes(run: Run, file: Path, tmp_path: Path)
         ('{"nope": {"output": 3}}', "this OPTForCausalLM lacks 1 module(s) they name, such as 'nope'"),
         ('{"lm_head": {"output": 300}}', "want an integer from"),
         ('{"hidden_size": 16}', "exponents; got "),
-        ("nonsense", "ranges: want the JSON of `private-llm calibrate` (Expecting value: line 1 column 1 (char 0)); got "),
+        ("nonsense", "JSON of `private-llm calibrate` (Expecting value: line 1 column 1 (char 0)); got "),
         (None, "No such file or directory; want what `private-llm calibrate --out` wrote"),
     ],
 )
