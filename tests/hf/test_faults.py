@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -65,10 +66,7 @@ def expect(model: PreTrainedModel, error: type[PrivateLLMError], message: str) -
     with pytest.raises(PartyFailed, match="this session is over"):
         model(IDS)
     model.close()
-    deadline = time.monotonic() + 10
-    while alive() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert alive() == []
+    assert all_stopped()
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
@@ -152,17 +150,37 @@ def test_closing_twice_and_using_after(monkeypatch: pytest.MonkeyPatch) -> None:
         model(IDS)
 
 
+def all_stopped() -> bool:
+    deadline = time.monotonic() + 10
+    while alive() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not alive()
+
+
 def test_a_dropped_model_stops_its_parties() -> None:
     model = patch(tiny.build("opt"), PLAIN)
     assert alive() == ["party 0"]
     del model
-    import gc
-
     gc.collect()
-    deadline = time.monotonic() + 10
-    while alive() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert alive() == []
+    assert all_stopped()
+
+
+def test_a_model_is_dropped_inside_a_lock_that_its_end_takes() -> None:
+    """Python collects garbage wherever it allocates, also there."""
+    model = patch(tiny.build("opt"), PLAIN)
+    circle = [model]
+    circle.append(circle)  # type: ignore[arg-type]
+    del model, circle
+
+    def collect() -> None:
+        with launch._CORES._lock:
+            gc.collect()
+
+    collects = threading.Thread(target=collect, daemon=True)
+    collects.start()
+    collects.join(10)
+    assert not collects.is_alive()
+    assert all_stopped()
 
 
 @pytest.mark.parametrize("change", [{"frac_bits": 16}, {"ring": 32, "frac_bits": 12}, {"reveal": "token"}])

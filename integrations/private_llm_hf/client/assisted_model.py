@@ -7,7 +7,6 @@ its cache, activations, sampling. So generate(), its cache and its streamers are
 import copy
 import re
 import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -42,6 +41,7 @@ from private_llm_hf.client.assisted_rows import (
     uses_a_token,
 )
 from private_llm_hf.client.costs import Costs
+from private_llm_hf.client.dropped import close_when_dropped
 from private_llm_hf.client.generation_settings import check_arguments
 from private_llm_hf.client.parties import Parties
 from private_llm_hf.client.product_servers import ProductServers
@@ -163,7 +163,7 @@ class AssistedModel(DraftsOfOneLength):
         ask(self, servers)  # type: ignore[arg-type]
         if servers.corrections is not None:
             servers.uses = uses_a_token(type(self).__bases__[-1], self.config)  # type: ignore[attr-defined]
-        self.parties, self._end = servers, weakref.finalize(self, servers.close)
+        self.parties, self._end = servers, close_when_dropped(self, servers.close)
 
     def close(self) -> None:
         """End the session with the servers."""

@@ -7,7 +7,6 @@ transformers' own generate() runs here, at the client, who alone sees token ids 
 import functools
 import inspect
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
@@ -28,6 +27,7 @@ from private_llm.kv_cache.policies.policy import NoCache
 from private_llm_hf.checkpoint.sample_inputs import output_shape
 from private_llm_hf.checkpoint.weights import skeleton
 from private_llm_hf.client.costs import Costs
+from private_llm_hf.client.dropped import close_when_dropped
 from private_llm_hf.client.forward import ForwardCall, encode_prompt
 from private_llm_hf.client.generation_settings import as_config_errors, check_arguments, check_token_alone
 from private_llm_hf.client.preprocess import CallPlan, Preprocessed, dry_run
@@ -91,7 +91,7 @@ class PrivateModel:
             self.generation_config = generation_config
         self.joins: Callable[[], SessionClient] | None = None
         self.stored = False  # whether the parties had its weights already, so that those here were not shared
-        self._end = weakref.finalize(self, parties.close)
+        self._end = close_when_dropped(self, parties.close)
         self.training = False
 
     # -- images of any size ---------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class PrivateModel:
         """
         parties = self._joined()
         self._end()
-        self.parties, self._end = parties, weakref.finalize(self, parties.close)
+        self.parties, self._end = parties, close_when_dropped(self, parties.close)
 
     def _joined(self) -> SessionClient:
         if self.joins is None:
