@@ -93,7 +93,7 @@ class Barrier:
         self.closed: set[Hashable] = set()
         self.changed = threading.Condition()
         self.arrived: dict[Hashable, dict[int, Any]] = {}
-        self.acting: set[Hashable] = set()
+        self.acting: dict[Hashable, int] = {}
         self.made: dict[Hashable, list[Any]] = {}
 
     def close(self, name: Hashable) -> None:
@@ -113,16 +113,26 @@ class Barrier:
             self.close(point[0])
         return not skipped
 
+    def missing(self, point: Point) -> int | None:
+        """The first party that has not come to a point, or the one that acts there; None if all wait."""
+        if point in self.acting:
+            return self.acting[point]
+        arrived = self.arrived.get(point, ())
+        return next((party for party in range(self.parties) if party not in arrived), None)
+
 
 @dataclass(frozen=True)
 class BarrierEnd:
-    """One party's end. failure: why the session has ended, or None. aside: around a time in which a party waits."""
+    """One party's end. failure: why the session has ended, or None. aside: around a time in which this party waits for
+    the one it is given. silent: what to say of a party that did not come in time.
+    """
 
     barrier: Barrier
     me: int
     failure: Callable[[], str | None]
     timeout: float
-    aside: Callable[[], AbstractContextManager[None]]
+    aside: Callable[[int], AbstractContextManager[None]]
+    silent: Callable[[int], str]
 
     def skip(self, point: Point) -> None:
         """Pass a point without waiting."""
@@ -143,17 +153,17 @@ class BarrierEnd:
             if (point[0] in barrier.closed and not follows) or not barrier.arrive(self.me, point, given):
                 return None
             arrived = barrier.arrived[point]
-            last = len(arrived) == barrier.parties
-            if last:
+            missing = barrier.missing(point)
+            if missing is None:
                 del barrier.arrived[point]
-                barrier.acting.add(point)
-        if not last:
-            with self.aside(), barrier.changed:
+                barrier.acting[point] = self.me
+        if missing is not None:
+            with self.aside(missing), barrier.changed:
                 found: ResultT | None = self._awaited(point, follows)
                 return found
         made = action([arrived[party] for party in range(barrier.parties)])
         with barrier.changed:
-            barrier.acting.discard(point)
+            del barrier.acting[point]
             barrier.made[point] = [made, barrier.parties - 1]
             barrier.changed.notify_all()
         return made
@@ -168,8 +178,8 @@ class BarrierEnd:
                 raise PartyFailed(reason)
             if not barrier.changed.wait(min(_POLL_S, max(left, 0.0))):
                 left -= _POLL_S
-                if left <= 0.0:
-                    raise PartyFailed(f"another party of this process did not come for {self.timeout:g} s")
+                if left <= 0.0 and (missing := barrier.missing(point)) is not None:
+                    raise PartyFailed(self.silent(missing))
         found = barrier.made[point]
         found[1] -= 1
         if not found[1]:

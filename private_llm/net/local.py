@@ -4,6 +4,7 @@ For tests, notebooks and one-machine runs. It protects nobody from the owner of 
 """
 
 import copy
+import functools
 import math
 import queue
 import threading
@@ -158,7 +159,19 @@ class LocalTransport(Transport):
 
     def barrier_end(self) -> BarrierEnd | None:
         """That of this endpoint."""
-        return BarrierEnd(self._mesh.barrier, self.me, lambda: self._session.failure, self._mesh.timeout, self.aside)
+        mesh = self._mesh
+        silent = functools.partial(mesh.silent, self.me)
+        return BarrierEnd(mesh.barrier, self.me, lambda: self._session.failure, mesh.timeout, self._aside_for, silent)
+
+    @contextmanager
+    def _aside_for(self, peer: int) -> Iterator[None]:
+        """`aside` at a barrier, while all know for whom this endpoint waits."""
+        self._mesh.waiting[self.me] = peer
+        try:
+            with self.aside():
+                yield
+        finally:
+            del self._mesh.waiting[self.me]
 
     def aside(self) -> AbstractContextManager[None]:
         """While this endpoint waits: another may compute. The client has no turns."""

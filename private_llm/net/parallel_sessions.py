@@ -57,7 +57,10 @@ class RoleTransport(PassingTransport):
     def barrier_end(self) -> BarrierEnd | None:
         """As the inner transport; parties are numbered by their roles."""
         end = self._inner.barrier_end()
-        return None if end is None else replace(end, me=self.me)
+        if end is None:
+            return None
+        aside, silent, party = end.aside, end.silent, self._party
+        return replace(end, me=self.me, aside=lambda role: aside(party[role]), silent=lambda role: silent(party[role]))
 
     def carries_device_tensors(self, to: int) -> bool:
         """Whether the party that plays this role takes them."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -10,11 +12,15 @@ import pytest
 
 from private_llm.errors import PartyFailed
 from private_llm.net.direct import Barrier, BarrierEnd
+from private_llm.net.local import LocalMesh
+from private_llm.net.transport import CLIENT
 
 
 def ends(parties: int, failure: Callable[[], str | None] = lambda: None, timeout: float = 20.0) -> list[BarrierEnd]:
     barrier = Barrier(parties)
-    return [BarrierEnd(barrier, party, failure, timeout, nullcontext) for party in range(parties)]
+    return [
+        BarrierEnd(barrier, party, failure, timeout, nullcontext, "{} is silent".format) for party in range(parties)
+    ]
 
 
 def each(run: Callable[[BarrierEnd], object], found: list[BarrierEnd]) -> list[object]:
@@ -86,5 +92,23 @@ def test_the_end_of_a_session_and_silence_are_errors() -> None:
     alone = ends(2, lambda: "party 1 stopped")[0]
     with pytest.raises(PartyFailed, match="party 1 stopped"):
         alone.wait(("a", 1), 0, list)
-    with pytest.raises(PartyFailed, match=r"did not come for 0\.2 s"):
+    with pytest.raises(PartyFailed, match=r"^1 is silent$"):
         ends(2, timeout=0.2)[0].wait(("a", 1), 0, list)
+
+
+def test_who_waits_at_a_barrier_is_not_the_silent_one() -> None:
+    mesh = LocalMesh(3, timeout=0.6)
+    end = mesh.transport(1).barrier_end()
+    assert end is not None
+
+    def wait() -> None:
+        time.sleep(0.1)  # so that the client gives up first
+        with contextlib.suppress(PartyFailed):
+            end.wait(("a", 1), 0, list)
+
+    waits = threading.Thread(target=wait)
+    waits.start()
+    end.barrier.arrive(0, ("a", 1), 0)
+    with pytest.raises(PartyFailed, match=r"party 2 was silent for 0\.6 s"):
+        mesh.transport(CLIENT).recv_bytes(1, "control", 10)
+    waits.join(10)
