@@ -21,7 +21,7 @@ from private_llm.forks import Origin, forked, process
 from private_llm.net.direct import Barrier, BarrierEnd, End
 from private_llm.net.memory_link import MemoryLink, Reader, Writer, new_link
 from private_llm.net.roles import endpoint_name
-from private_llm.net.transport import CLIENT, Ready, Transport, disagreement
+from private_llm.net.transport import CLIENT, Ready, Transport, awaiting, disagreement
 
 _MAX_AHEAD = 256 << 20  # bytes a sender may run ahead of its receiver before it waits (bounds preprocessing's memory)
 
@@ -254,8 +254,7 @@ class LocalTransport(Transport):
                     item = link.items.get(self._mesh.timeout)
         except queue.Empty:
             who = self._mesh.silent(self.me, frm)
-            text = f"{who}, while '{tag}' of {endpoint_name(frm)} was awaited"
-            raise self._fail(PartyFailed(text)) from None
+            raise self._fail(PartyFailed(f"{who}, {awaiting(frm, tag)}")) from None
         finally:
             del self._mesh.waiting[self.me]
         if self._session.failure is not None:

@@ -31,7 +31,7 @@ from private_llm.net.direct import End
 from private_llm.net.incoming import Incoming
 from private_llm.net.outgoing import Outgoing
 from private_llm.net.roles import endpoint_name
-from private_llm.net.transport import CLIENT, Transport
+from private_llm.net.transport import CLIENT, Transport, awaiting
 from private_llm.net.wire import FrameKind
 
 _FIRST_HAND_S = 0.2  # seconds to wait for the words of the endpoint that failed, when another has passed them on
@@ -124,14 +124,14 @@ class SocketTransport(Transport):
         try:
             return self._in[frm].receive(tag, shape, dtype, self._idle)
         except TransportError as error:
-            raise self._fail(error, frm, f"while '{tag}' of {endpoint_name(frm)} was awaited") from None
+            raise self._fail(error, frm, awaiting(frm, tag)) from None
 
     def _recv_bytes(self, frm: int, tag: str, most: int) -> bytes:
         self._check()
         try:
             return self._in[frm].receive_bytes(tag, most, self._idle)
         except TransportError as error:
-            raise self._fail(error, frm, f"while '{tag}' of {endpoint_name(frm)} was awaited") from None
+            raise self._fail(error, frm, awaiting(frm, tag)) from None
 
     def _show_life(self) -> None:
         """Tell every endpoint, in every parallel session, that this client works: a call may need only some."""

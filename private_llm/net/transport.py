@@ -22,7 +22,7 @@ from torch import Tensor
 
 from private_llm.errors import ConfigError, TransportError
 from private_llm.net.direct import BarrierEnd, End
-from private_llm.net.ledger import Ledger
+from private_llm.net.ledger import CONTROL, Ledger
 from private_llm.net.roles import endpoint_name
 from private_llm.net.wire import TRAVELS, dtype_code
 from private_llm.protocol_facts import CLIENT as CLIENT
@@ -33,6 +33,12 @@ def disagreement(endpoint: int, got: str, want: str) -> TransportError:
     return TransportError(
         f"from {endpoint_name(endpoint)}: got {got}; want {want} (parties disagree on the computation)"
     )
+
+
+def awaiting(endpoint: int, tag: str) -> str:
+    """What an endpoint did when a message did not come: words of an error."""
+    what = "a message" if tag == CONTROL else f"'{tag}'"
+    return f"while {what} of {endpoint_name(endpoint)} was awaited"
 
 
 class Transport(ABC):

@@ -109,6 +109,6 @@ def test_who_waits_at_a_barrier_is_not_the_silent_one() -> None:
     waits = threading.Thread(target=wait)
     waits.start()
     end.barrier.arrive(0, ("a", 1), 0)
-    with pytest.raises(PartyFailed, match=r"party 2 was silent for 0\.6 s"):
+    with pytest.raises(PartyFailed, match=r"party 2 was silent for 0\.6 s, while a message of party 1 was awaited"):
         mesh.transport(CLIENT).recv_bytes(1, "control", 10)
     waits.join(10)
