@@ -23,15 +23,17 @@ def test_the_page_is_that_of_the_rows(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.full
-def test_rows_that_are_counted_the_same_keep_their_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_are_counted_keep_their_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("step", "MPCache", "llama-2", "trio", 64, SMALL, measured=True, tiny=True)
     timed = {"seconds": {"min": 1.0, "median": 2.0, "max": 3.0}, "bandwidth_mbit": None, "commit": "12345678"}
-    counted = make_cache_tables.counted(case)
-    before = {**counted, **timed}
-    assert "seconds" not in counted
+    untimed = make_cache_tables.untimed(case)
+    before = {**untimed, **timed}
+    assert "seconds" not in untimed
     monkeypatch.setattr(make_cache_tables, "cases", lambda: [case])
     monkeypatch.setattr(make_cache_tables, "ROWS", tmp_path / "rows.jsonl")
     for rounds, same in ((before["rounds"], True), (before["rounds"] + 1, False)):
         make_cache_tables.keep(make_cache_tables.ROWS, [{**before, "rounds": rounds}, {**before, "label": "no case"}])
         make_cache_tables.count()
-        assert make_cache_tables.read_rows(make_cache_tables.ROWS) == [before if same else counted]
+        assert make_cache_tables.read_rows(make_cache_tables.ROWS) == [
+            before if same else {**before, "counted": untimed["commit"]}
+        ]

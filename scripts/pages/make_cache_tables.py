@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from generated import taken
+from generated import counted, taken
 from make_benchmarks import keep, put, read_rows
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "studies"))  # its rows are a study's
@@ -156,7 +156,7 @@ def key(row: Row) -> tuple[object, ...]:
     return tuple(row[name] for name in ("kind", "label", "model", "protocol", "tokens"))
 
 
-def counted(case: Case) -> Row:
+def untimed(case: Case) -> Row:
     """The row of a case as JSON, without seconds."""
     row: Row = json.loads(json.dumps(replace(case, measured=False).run(1)))
     return {name: value for name, value in row.items() if name not in TIMED}
@@ -171,13 +171,12 @@ def count() -> None:
         of_case = (case.kind, case.label, case.model, case.protocol, case.tokens)
         if of_case not in known and (case.kind, case.protocol) != ("layer", "trio"):
             continue
-        row = counted(case)
-        exact = {name: value for name, value in row.items() if name not in made_by}
-        of_key = [before for before in old if key(before) == of_case and "seconds" in before]
-        same = [before for before in of_key if before == {**before, **exact}]
-        done += same or [row]
+        row = {**untimed(case), **made_by}
+        timed_rows = [before for before in old if key(before) == of_case and "seconds" in before]
+        made = [counted(before, row) for before in timed_rows] or [row]
+        done += made
         seen.add(of_case)
-        print(*of_case, "as before" if same else "counted anew", flush=True)
+        print(*of_case, "as before" if made == timed_rows else "counted anew", flush=True)
         keep(ROWS, [*done, *(before for before in old if key(before) not in seen)])
     keep(ROWS, done)
 
@@ -189,7 +188,7 @@ def main() -> int:
         parser.add_argument(flag, action="store_true")
     options = parser.parse_args()
     if options.tiny:
-        rows = [counted(case) for case in cases(("trio",), tiny=True)]
+        rows = [untimed(case) for case in cases(("trio",), tiny=True)]
         print(json.dumps(rows), *tables(rows).values(), sep="\n\n")
         with tempfile.TemporaryDirectory() as place:
             plot_mpcache(rows, Path(place) / PICTURE.name)
