@@ -9,6 +9,10 @@ from private_llm.net.ledger import Cost, Ledger, merge, size
 from private_llm.net.roles import endpoint_name
 from private_llm_hf.wire.answers import CostRows
 
+Name = TypeVar("Name", str, tuple[str, str])
+Grouping = Callable[[str, str], Name]  # a name for a scope and an operation
+Total = TypeVar("Total", int, float)
+
 _SHOWN = 12  # lines of a printed part; what is not among the dearest goes into one line
 
 
@@ -88,11 +92,11 @@ class Costs:
 
     def by_module(self) -> dict[str, tuple[int, int]]:
         """(bytes, rounds) per module; "" holds what belongs to none (inputs, opening)."""
-        return self._sums(lambda scope, op: scope)
+        return self.sums(lambda scope, op: scope)
 
     def by_op(self) -> dict[str, tuple[int, int]]:
         """(bytes, rounds) per operation."""
-        return self._sums(lambda scope, op: op)
+        return self.sums(lambda scope, op: op)
 
     def modules(self) -> dict[str, PartCost]:
         """Every module's bytes, rounds and seconds; "" holds what belongs to none (inputs, opening).
@@ -107,18 +111,19 @@ class Costs:
         parts = self._parts(lambda scope, op: self.kinds.get(scope.partition("+")[0], scope or layer_of(scope)))
         return dict(sorted(parts.items(), key=lambda part: part[1].seconds, reverse=True))
 
-    def _sums(self, group: "Grouping") -> dict[str, tuple[int, int]]:
+    def sums(self, group: "Grouping[Name]") -> dict[Name, tuple[int, int]]:
+        """(bytes, rounds) by the names that `group` gives modules and operations."""
         parts = self._parts(group, timed=False)
         return {name: (part.bytes_total, part.rounds) for name, part in parts.items()}
 
-    def _parts(self, group: "Grouping", timed: bool = True) -> dict[str, PartCost]:
+    def _parts(self, group: "Grouping[Name]", timed: bool = True) -> dict[Name, PartCost]:
         """By the names that `group` gives scopes and operations. timed: with what took time alone, too."""
         sent, rounds, seconds = [], [], []  # of each ledger by name
         for ledger in self.ledgers:
             sent.append(_added((group(scope, op), n) for (scope, op, _), n in ledger.sent.items()))
             rounds.append(_added((group(scope, op), n) for (scope, op), n in ledger.rounds.items()))
             seconds.append(_added((group(scope, ""), s) for scope, s in ledger.spent.items()) if timed else {})
-        parties: dict[int, list[dict[str, int]]] = {}
+        parties: dict[int, list[dict[Name, int]]] = {}
         for ledger, each in zip(self.ledgers, sent, strict=True):
             parties.setdefault(ledger.party, []).append(each)
         return {
@@ -127,7 +132,7 @@ class Costs:
                 max(sum(each.get(name, 0) for each in own) for own in parties.values()),
                 max(each.get(name, 0) for each in rounds), max(each.get(name, 0.0) for each in seconds),
             )
-            for name in sorted(set[str]().union(*sent, *rounds, *seconds))
+            for name in sorted(set[Name]().union(*sent, *rounds, *seconds))
         }  # fmt: skip
 
     def __repr__(self) -> str:
@@ -164,13 +169,8 @@ class Costs:
         }  # fmt: skip
 
 
-Grouping = Callable[[str, str], str]  # a name for a scope and an operation
-
-Total = TypeVar("Total", int, float)
-
-
-def _added(pairs: Iterable[tuple[str, Total]]) -> dict[str, Total]:
-    found: dict[str, Total] = {}
+def _added(pairs: Iterable[tuple[Name, Total]]) -> dict[Name, Total]:
+    found: dict[Name, Total] = {}
     for name, count in pairs:
         found[name] = found.get(name, 0) + count
     return found

@@ -1,6 +1,5 @@
 """Where a run's bytes and rounds are: by module, all layers together, and by the operation that sent them."""
 
-from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from private_llm.ranges import layer_of
@@ -35,16 +34,7 @@ _Counts = dict[tuple[str, str], tuple[int, int]]
 
 def _counted(costs: Costs) -> _Counts:
     """Bytes and rounds by module and operation."""
-    sent, waited = Counter[tuple[str, str]](), defaultdict[tuple[str, str], list[int]](list)
-    for ledger in costs.ledgers:
-        rounds = Counter[tuple[str, str]]()
-        for (scope, operation, _), count in ledger.sent.items():
-            sent[layer_of(scope), operation] += count
-        for (scope, operation), count in ledger.rounds.items():
-            rounds[layer_of(scope), operation] += count
-        for place, count in rounds.items():
-            waited[place].append(count)
-    return {place: (sent[place], max(waited[place], default=0)) for place in {*sent, *waited}}
+    return costs.sums(lambda scope, operation: (layer_of(scope), operation))
 
 
 def _places(counts: _Counts, before: _Counts, times: int) -> list[PlaceCost]:
