@@ -158,18 +158,13 @@ class ResponseAsked:
         return self._event(kind, item_id=output[-1]["id"], output_index=len(output) - 1, **more)
 
     def _delta(self, delta: Mapping[str, Any], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        made, text = [], delta.get("content")
-        if text or rows:
-            if not self._open("message"):
-                made += self._begin({"type": "message", "role": "assistant", "content": []}, "msg")
-            (part,) = self.response["output"][-1]["content"]
-            part["text"] += text or ""
-            for row in rows:
-                tops = [{**top, "bytes": top["bytes"] or []} for top in row["top_logprobs"]]
-                part["logprobs"].append({**row, "bytes": row["bytes"] or [], "top_logprobs": tops})
-            bare = [_without_bytes(row) for row in rows]
-            made.append(self._of_item("response.output_text.delta", content_index=0, delta=text or "", logprobs=bare))
-        for call in delta.get("tool_calls") or ():
+        made, text, calls = [], delta.get("content"), delta.get("tool_calls") or ()
+        self._logprobs += rows
+        if text:
+            made += self._say(text)
+        elif calls:
+            self._logprobs.clear()  # a call's, which is no part of the text
+        for call in calls:
             function = call["function"]
             if "id" in call:
                 item = {"type": "function_call", "call_id": call["id"], "name": function["name"], "arguments": ""}
@@ -178,6 +173,20 @@ class ResponseAsked:
             if function["arguments"]:
                 made.append(self._of_item("response.function_call_arguments.delta", delta=function["arguments"]))
         return made
+
+    def _say(self, text: str) -> list[dict[str, Any]]:
+        """A part of a message, with all likelihoods that came since the last one."""
+        made, rows = [], self._logprobs
+        self._logprobs = []
+        if not self._open("message"):
+            made += self._begin({"type": "message", "role": "assistant", "content": []}, "msg")
+        (part,) = self.response["output"][-1]["content"]
+        part["text"] += text
+        for row in rows:
+            tops = [{**top, "bytes": top["bytes"] or []} for top in row["top_logprobs"]]
+            part["logprobs"].append({**row, "bytes": row["bytes"] or [], "top_logprobs": tops})
+        bare = [_without_bytes(row) for row in rows]
+        return [*made, self._of_item("response.output_text.delta", content_index=0, delta=text, logprobs=bare)]
 
     def _open(self, kind: str) -> bool:
         output = self.response["output"]
@@ -214,6 +223,8 @@ class ResponseAsked:
         status, made = "incomplete" if why else "completed", []
         if not self.response["output"]:
             made = self._begin({"type": "message", "role": "assistant", "content": []}, "msg")
+        if self._logprobs and self._open("message"):
+            made += self._say("")
         made += self._close(status)
         counts = chunk["usage"]
         usage = {

@@ -100,6 +100,34 @@ def test_likelihoods(gateway: Gateway) -> None:
     assert [row.token for row in deltas] == [row.token for row in rows]
 
 
+def test_likelihoods_of_what_adds_no_text(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    says(monkeypatch, "Well.<s>")
+    whole, events = told(gateway, {**ASKED, "max_output_tokens": 9, "include": ["message.output_text.logprobs"]})
+    rows = whole.output[0].content[0].logprobs  # type: ignore[union-attr]
+    deltas = [row for event in events if event.type == "response.output_text.delta" for row in event.logprobs]
+    assert [row.token for row in deltas] == [row.token for row in rows]
+    assert rows[-1].token == "<s>"
+
+
+def test_likelihoods_beside_calls(tools: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a text belong to it, those of a call's tokens to nothing, and no message holds a call alone."""
+    for text in ("Let me see. ", ""):
+        says(monkeypatch, f"{text}<tool_call>{ONE}</tool_call><tool_call>{TWO}</tool_call>")
+        _, events = told(tools, {**CALLED, "include": ["message.output_text.logprobs"]})
+        assert kinds(events) == [*(TEXT if text else []), *CALL, *CALL]
+        deltas = [event for event in events if event.type == "response.output_text.delta"]
+        assert all("".join(row.token for row in event.logprobs).startswith(event.delta) for event in deltas)
+    says(monkeypatch, f"<tool_call>{ONE}</tool_call> Well.")
+    body = {**CALLED, "include": ["message.output_text.logprobs"], "stream": True}
+    lines = httpx.post(f"{tools.url}/v1/responses", json=body, headers=HEADERS, timeout=60).text.split("\n\n")
+    call, message = json.loads(lines[-2].partition("data: ")[2])["response"]["output"]
+    (part,) = message["content"]
+    tokens = "".join(row["token"] for row in part["logprobs"])
+    assert (call["type"], part["text"]) == ("function_call", " Well.")
+    assert tokens.endswith(" Well.")
+    assert "city" not in tokens
+
+
 def test_what_goes_on_from_a_response(client: OpenAI) -> None:
     """Its chat comes first, without its instructions; it is the key's alone, and gone when it is deleted."""
     first = client.responses.create(**ASKED, instructions="Be brief.")
