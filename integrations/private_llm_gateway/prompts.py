@@ -104,7 +104,8 @@ def _message(served: Served, message: object, where: str) -> dict[str, Any]:
         raise bad(f"{where}.role", "unsupported here; want tool, which came in its place", "unsupported_parameter")
     if role not in _ROLES:
         raise bad(f"{where}.role", f"want one of {', '.join(_ROLES)}")
-    own = {"assistant": ("tool_calls",), "tool": ("tool_call_id",)}.get(role, ())
+    thoughts = served.thoughts & message.keys() if role == "assistant" else frozenset()
+    own = {"assistant": ("tool_calls", *thoughts), "tool": ("tool_call_id",)}.get(role, ())
     refuse_others(message, ("role", "content", "name", *own, *_OUT_OF_BAND), _NOTHING | {"tool_calls": ([],)},
                   f"{where}.")  # fmt: skip
     if name is not None and not isinstance(name, str):
@@ -114,7 +115,9 @@ def _message(served: Served, message: object, where: str) -> dict[str, Any]:
     if (calls or role == "tool") and not served.knows_tools:
         raise bad(f"{where}.{'tool_calls' if calls else 'role'}", _NO_TOOLS, "unsupported_parameter")
     content = message.get("content")
-    told["content"] = "" if calls and content is None else _content(content, f"{where}.content")
+    silent = content is None and role == "assistant"  # as an answer is whose call was cut off before it began
+    told["content"] = "" if silent else _content(content, f"{where}.content")
+    told |= {each: _content(message[each], f"{where}.{each}") for each in thoughts if message[each] is not None}
     if calls:
         told["tool_calls"] = _calls(calls, f"{where}.tool_calls")
     if role == "tool":

@@ -127,6 +127,13 @@ class Served:
         """Whether its tokenizer finds calls in answers itself (transformers' `response_template`)."""
         return getattr(self.tokenizer, "response_template", None) is not None
 
+    @property
+    def thoughts(self) -> frozenset[str]:
+        """What else than content and calls its tokenizer finds in answers, such as `thinking`."""
+        template = getattr(self.tokenizer, "response_template", None)
+        named = template.get("fields", ()) if isinstance(template, dict) else getattr(template, "fields", ())
+        return frozenset(named) - {"content", "tool_calls"}
+
     @cached_property
     def call_texts(self) -> TokenTexts:
         """As `texts`, with the special tokens that stand around calls."""

@@ -249,8 +249,9 @@ def test_fields_that_change_nothing(client: OpenAI) -> None:
 def test_what_a_template_may_use() -> None:
     """Names, efforts, and whether the last message goes on."""
     served: Any = SimpleNamespace(
-        tokenizer=copy(tokenizer()), vocabulary=4096, context=None, encode=lambda text, special: [*text.encode()]
-    )
+        tokenizer=copy(tokenizer()), vocabulary=4096, context=None, encode=lambda text, special: [*text.encode()],
+        thoughts=frozenset(),
+    )  # fmt: skip
     served.tokenizer.chat_template = served.chat_template = (
         "{{ reasoning_effort }}{{ verbosity }}{% for m in messages %}<{{ m.name }}: {{ m.content }}>{% endfor %}"
         "{% if add_generation_prompt %}<assistant: {% endif %}"

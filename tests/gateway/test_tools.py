@@ -19,7 +19,10 @@ from private_llm_gateway.call_formats import TemplateReader, format_of
 from private_llm_gateway.completion import Finish, choose
 from private_llm_gateway.constrained import Grammar
 from private_llm_gateway.decoding import DecodedText, TokenTexts
+from private_llm_gateway.errors import ApiError
+from private_llm_gateway.fields import Fields
 from private_llm_gateway.pool import SessionPool
+from private_llm_gateway.prompts import of_messages
 from private_llm_gateway.responses import Response
 from private_llm_gateway.served import Served
 from private_llm_gateway.usage import Usage
@@ -398,6 +401,26 @@ def test_tokenizers_that_read_calls_themselves() -> None:
             made = [call["function"] for call in told.get("tool_calls", ())]
             called += [(each["name"], json.loads(each["arguments"])) for each in made]
         assert (said, called) == (content, calls)
+
+
+def test_answers_go_back_as_they_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a model thought goes to its template; an answer whose call was cut off before it began says nothing."""
+    served = caller("thinker", QWEN.replace("{{ m.content }}", "{{ m.thinking }}{{ m.content }}"))
+    served.tokenizer.response_template = {
+        "start_anchor": "<assistant>", "fields": {"content": {}, "thinking": {"open": "<think>", "close": "</think>"}}
+    }  # fmt: skip
+    asked: dict[str, Any] = {**ASKED, "model": "thinker"}
+    with serving(served) as gateway, gateway.client() as client:
+        cut = client.chat.completions.create(**{**asked, "max_tokens": 1}, tool_choice="required").choices[0].message
+        says(monkeypatch, "<think>Rain, hm.</think>Yes.")
+        thought = client.chat.completions.create(**asked).choices[0].message
+    assert (cut.content, thought.content, thought.model_extra) == (None, "Yes.", {"thinking": "Rain, hm."})
+    for said, wanted in ((cut, "<assistant>"), (thought, "<assistant>Rain, hm.Yes.")):
+        prompt = of_messages(served, Fields({"messages": [*CHAT, said.model_dump()]}))
+        assert wanted in served.tokenizer.decode(prompt)
+    for wrong in ({"role": "user", "content": "a", "thinking": "b"}, {"role": "assistant", "thinking": 3}):
+        with pytest.raises(ApiError, match="thinking: "):
+            of_messages(served, Fields({"messages": [wrong]}))
 
 
 def test_marks_that_are_special_tokens() -> None:
