@@ -57,6 +57,7 @@ _ERRORS = (
     (r"regex parse error", "pattern; want a valid regular expression"),
     (r"Unsatisfiable|NoExtension|Regex is empty", "contradiction: no text fits it"),
     (r"Pointer|Resource|circular", "$ref; want one to a definition of this schema"),
+    (r"URI", "name of a definition; want ASCII letters, digits and marks that an address may hold"),
     (r"Expected|must be|Invalid type", "value of a keyword; want what JSON Schema says of it"),
     (r"", "size: it says too much at one place; want fewer alternatives, or shorter patterns"),
 )

@@ -46,7 +46,9 @@ def of_messages(served: Served, fields: Fields, tools: list[dict[str, Any]] | No
         text = served.tokenizer.apply_chat_template(
             listed, tools=tools, add_generation_prompt=begins, continue_final_message=ends, tokenize=False, **more
         )
-    except (jinja2.TemplateError, ValueError, TypeError, RecursionError):
+    except RecursionError:  # arguments of calls are no deeper than what works
+        raise bad("tools", "too deep for the model's chat template; want fewer levels") from None
+    except (jinja2.TemplateError, ValueError, TypeError):
         raise bad("messages", "the model's chat template refuses this order of roles, or such calls") from None
     return _checked(served, served.encode(_short(served, text, "messages"), special=False), "messages")
 

@@ -145,6 +145,7 @@ def _renamed(schema: dict[str, Any], name: str) -> dict[str, Any]:
             inside = str(part["$ref"]).removeprefix("#").replace("/", ".")
             part["$ref"] = f"#/$defs/{name}{inside}"
         open_ += [each for _, each in parts_of(part)]
+    root.pop("$id", None)  # would change what `#` means
     kept = ("$defs", "definitions")
     made = {f"{name}.{group}.{key}": part for group in kept for key, part in root.pop(group, {}).items()}
     return {name: root, **made}

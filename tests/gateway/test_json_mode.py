@@ -140,6 +140,7 @@ def test_the_seed_says_what_is_written() -> None:
         ({"$ref": "#/$defs/a%2Fdefault", "$defs": {"a": {"default": {"allOf": []}}}}, r"\$ref at the top"),
         ({"$defs": [1]}, r"\$defs at the top"),
         ({"$ref": "#/$defs/a"}, "want one to a definition of this schema"),
+        ({"$ref": "#/$defs/a b", "$defs": {"a b": {}}}, "name of a definition"),
         ({"$ref": "#"}, "no text fits it"),
         ({"type": []}, "no text fits it"),
         ({"type": "string", "minLength": 3, "maxLength": 2}, "no text fits it"),

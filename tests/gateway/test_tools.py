@@ -40,6 +40,7 @@ ROUND = """{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.too
 {% if m.role == 'tool' %}={{ m.tool_call_id }}{% endif %}{% endfor %}
 {% if tools %}{{ tools | tojson }}{% endif %}<assistant>"""
 QWEN, LLAMA, MISTRAL = (ROUND.replace("%s", sign) for sign in ("<tool_call>", "ipython", "[TOOL_CALLS]"))
+DEEP = '{"a": ' + "[" * 900 + "]" * 900 + "}"
 WEATHER: dict[str, Any] = {
     "type": "object", "properties": {"city": {"type": "string", "maxLength": 9}, "when": {"$ref": "#/$defs/day"}},
     "required": ["city", "when"], "additionalProperties": False,
@@ -183,7 +184,8 @@ def test_forced_calls_are_of_their_schema(gateway: Gateway, model: str, choice: 
 
 def test_a_forced_call_of_the_model(gateway: Gateway) -> None:
     one = {"tool_choice": "required", "parallel_tool_calls": False}
-    (made,) = both(gateway, **{**ASKED, "seed": 1, "max_tokens": 40, "tools": [tool("a")], **one})
+    schema = {"$id": "https://a/b", "$ref": "#/$defs/c", "$defs": {"c": {"const": {}}}}
+    (made,) = both(gateway, **{**ASKED, "seed": 1, "max_tokens": 40, "tools": [tool("a", schema)], **one})
     assert calls_of(made)[0] == ("a", {})
 
 
@@ -299,7 +301,7 @@ def test_what_the_template_is_told(gateway: Gateway, monkeypatch: pytest.MonkeyP
     assert '"description"' not in told[1]
 
 
-@pytest.mark.parametrize("arguments", ['{"a": "\\ud83d"}', '{"a": ' + "[" * 900 + "]" * 900 + "}"])
+@pytest.mark.parametrize("arguments", ['{"a": "\\ud83d"}', DEEP])
 def test_arguments_that_no_template_can_write_go_back_as_text(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch, arguments: str
 ) -> None:
@@ -317,7 +319,7 @@ WRONG: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("tool_choice", {"tool_choice": "another"}), ("tool_choice", {"tools": [], "tool_choice": "required"}),
         ("tool_choice", {"tool_choice": {"type": "function", "function": {"name": "another"}}}),
         ("tools", {"tools": [tool("a"), tool("a")]}), ("tools", {"tools": [tool(f"a{at}") for at in range(129)]}),
-        ("tools[0].function.name", {"tools": [tool("a b")]}),
+        ("tools[0].function.name", {"tools": [tool("a b")]}), ("tools", {"tools": [tool("a", json.loads(DEEP))]}),
     ],
     "invalid_type": [
         ("tools", {"tools": "a"}), ("tools[0].function.parameters", {"tools": [tool("a", parameters=[])]}),
