@@ -37,7 +37,7 @@ def test_the_first_page_s_block_prints_what_it_says(
     test_python_blocks_run(ROOT / "README.md", tmp_path, monkeypatch, capsys)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("page", with_python(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_python_blocks_run(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

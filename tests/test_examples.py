@@ -140,6 +140,7 @@ def test_example_explains_itself(example: Path) -> None:
 
 
 # -- the notebook -----------------------------------------------------------------------------------------------------
+@pytest.mark.full
 def test_the_notebook_prints_what_stands_in_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -55,6 +55,7 @@ def test_every_public_name_is_on_the_page() -> None:
 
 
 # -- the site ---------------------------------------------------------------------------------------------------------
+@pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="the extra `docs` is not installed")
 def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     """--strict: a broken link, a lost heading or a name without a docstring's object ends the build."""

@@ -274,6 +274,7 @@ def test_bench_in_processes_sends_the_same() -> None:
         assert threads[key] == processes[key]
 
 
+@pytest.mark.full
 def test_bench_computes_whose_functions_it_is_told() -> None:
     """Each against its own formula, so that errors stay small; costs differ."""
     how = ("--plugin", "rivals", "gelu", "bert-layer", "--tiny", "--repeat", "1")

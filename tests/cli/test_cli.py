@@ -353,6 +353,7 @@ def test_demo_agrees_with_plaintext(run: Run) -> None:
     assert sum(layer["bytes"] for layer in made["layers"]) == made["bytes_total"]
 
 
+@pytest.mark.full
 def test_demo_prints_tables(run: Run) -> None:
     text = run("demo", "--tiny", "--prompt", "In the spring")
     for part in ("prompt", "private", "plaintext", "agreement", "party 0 to party 2", "lm_head", "protects nobody"):

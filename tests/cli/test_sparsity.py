@@ -38,6 +38,7 @@ def predictors(checkpoint: Path, tmp_path: Path) -> str:
     return str(tmp_path / "predictors")
 
 
+@pytest.mark.full
 def test_a_run_leaves_out_what_is_predicted(run: Run, checkpoint: Path, predictors: str) -> None:
     (dense,) = rows(run, "generate", str(checkpoint), *PROMPT)
     how = ("--sparsity", predictors, "--orders", "kept")

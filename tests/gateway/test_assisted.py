@@ -191,6 +191,7 @@ def test_sessions_side_by_side_want_servers_of_their_own() -> None:
         run_gateway(GatewayChoices(sessions=4), ASSISTED, GatewaySettings(port=0), socket.socket())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("draft", ["auto", "lookup"])
 def test_drafts_far_from_the_servers_change_no_text(draft: str, capsys: pytest.CaptureFixture[str]) -> None:
     """20 ms apart, rounds take the time, so that they are looked up; a text that repeats takes fewer."""

@@ -145,6 +145,7 @@ def test_a_gateway_says_whom_it_waits_for_and_gives_up(
     assert "(--wait 5): party 0 at" in said
 
 
+@pytest.mark.full
 def test_local_parties_are_ready_when_they_are_there(shared: Path) -> None:
     told: list[str] = []
     with LocalParties(PrivateConfig(timeout_s=30), {"demo": shared}, tell=told.append) as parties:

@@ -149,6 +149,7 @@ def test_a_client_that_leaves_frees_its_session(whole: Whole) -> None:
             assert len(whole.parties.watches[0].passes) - before < 30, "long before its 40 tokens are there"
 
 
+@pytest.mark.full
 def test_a_party_that_restarts_in_the_middle_is_not_noticed(whole: Whole) -> None:
     """The request goes on in a new session, behind the text that it had."""
     with whole.client() as client:
@@ -161,6 +162,7 @@ def test_a_party_that_restarts_in_the_middle_is_not_noticed(whole: Whole) -> Non
     assert text == text_of(greedy(40))
 
 
+@pytest.mark.full
 def test_sampled_text_goes_on_as_its_seed_says(whole: Whole) -> None:
     asked = {**LONG, "temperature": 1.3, "seed": 5, "max_tokens": 12}
     with whole.client() as client:
@@ -174,6 +176,7 @@ def test_sampled_text_goes_on_as_its_seed_says(whole: Whole) -> None:
     assert text == wanted
 
 
+@pytest.mark.full
 def test_a_party_that_stays_away_is_named(whole: Whole) -> None:
     """In a stream by an event behind the text so far; else by a status. The gateway needs no restart afterwards."""
     body = json.dumps({**LONG, "stream": True})

@@ -103,6 +103,7 @@ def test_a_second_user_is_told_that_the_parties_are_busy(shared: Path) -> None:
         assert private(BATCH["input_ids"]).logits.shape == (2, 5, 128)
 
 
+@pytest.mark.full
 def test_a_user_who_leaves_the_parties_idle_gives_way(shared: Path) -> None:
     """The next user waits for its turn; the idle one is told in words when it comes back."""
     config = remote("trio", 3)

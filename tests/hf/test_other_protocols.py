@@ -70,7 +70,7 @@ def test_public_weights_and_token_reveal(config: PrivateConfig) -> None:
         assert torch.equal(private.generate(**BATCH, **GREEDY), model.generate(**BATCH, **GREEDY))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.full
 @each
 def test_parties_as_processes(config: PrivateConfig) -> None:
     model = tiny.build("opt")

@@ -247,6 +247,7 @@ def test_hosts_prepare_and_another_one_is_online(checkpoint: Path, tmp_path: Pat
             assert torch.equal(private.generate(**BATCH, **GREEDY), plain.generate(**BATCH, **GREEDY))
 
 
+@pytest.mark.full
 def test_processes_compute_the_same(tmp_path: Path) -> None:
     with prepared("llama", tmp_path, 40, party_mode="processes") as (plain, private):
         assert torch.equal(private.generate(**BATCH, **GREEDY), plain.generate(**BATCH, **GREEDY))

@@ -71,6 +71,7 @@ def private(plaintext: PreTrainedModel) -> Iterator[PreTrainedModel]:
         yield model
 
 
+@pytest.mark.full
 def test_same_tokens_and_costs_as_with_threads(plaintext: PreTrainedModel, private: PreTrainedModel) -> None:
     how = {"max_new_tokens": 4, "do_sample": False}
     assert len(parties()) == 3

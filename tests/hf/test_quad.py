@@ -115,6 +115,7 @@ LIES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("liar", "tag", "count"), LIES)
 def test_a_lie_ends_the_session_before_the_client_has_a_result(liar: int, tag: str, count: int) -> None:
     model = tiny.build("opt")

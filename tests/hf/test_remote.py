@@ -145,6 +145,7 @@ def test_wrong_party_numbers_and_files_are_refused_before_listening(shared: Path
         serve_party(config, 0, share_path(shared / "one", 1))
 
 
+@pytest.mark.full
 def test_parallel_sessions_read_the_same_share_file(shared: Path, config: PrivateConfig) -> None:
     config = replace(config, parallel_sessions=2)
     want = tiny.build("llama").generate(**BATCH, max_new_tokens=3, do_sample=False)
@@ -165,6 +166,7 @@ def test_a_share_file_holds_one_role(shared: Path, config: PrivateConfig) -> Non
         AutoPrivateModelForCausalLM.from_pretrained(str(shared / "one" / "client"), config)
 
 
+@pytest.mark.full
 def test_hosts_take_turns_in_the_roles(config: PrivateConfig) -> None:
     config, plain = replace(config, parallel_sessions=3, rotate_roles=True), tiny.build("llama")
     rows = torch.arange(12).view(3, 4) + 3

@@ -96,7 +96,7 @@ def test_an_honest_run_gives_the_logits(model: tr.OPTForCausalLM) -> None:
     private.close()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("cheater", range(4))
 def test_a_message_of_every_kind(model: tr.OPTForCausalLM, cheater: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first and the last message of each name that a party sends, one bit each."""
@@ -150,6 +150,7 @@ def test_a_client_that_tells_party_2_something_else(
     private.close()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rotate_roles", [False, True])
 def test_a_lie_in_one_of_two_parallel_sessions(
     model: tr.OPTForCausalLM, rotate_roles: bool, monkeypatch: pytest.MonkeyPatch

@@ -54,6 +54,7 @@ def test_encoders(name: str) -> None:
     assert worst(out.pooler_output, want.pooler_output) < LOGIT_ERROR
 
 
+@pytest.mark.full
 def test_encoder_decoder() -> None:
     model = tiny.build("t5")
     with patch(model, TRIO) as private:

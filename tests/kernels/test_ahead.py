@@ -94,6 +94,7 @@ def test_a_session_uses_no_other_kernels(protocol: str) -> None:
     assert said.strip() == "[]"
 
 
+@pytest.mark.full
 def test_processes_compile_note_that_all_is_kept_and_end(tmp_path: Path) -> None:
     child = start(HELD, tmp_path, "trio", "2")
     assert child.wait() == 0

@@ -105,7 +105,7 @@ print(steps.gather.address > 0, steps.combine.address > 0)
 """
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.full
 @pytest.mark.parametrize("where", ["nowhere", "full"])
 def test_kernels_that_cannot_be_kept_are_compiled_with_one_warning(where: str, tmp_path: Path) -> None:
     """It names the folder and what to set, whether that cannot be written from the beginning or later."""

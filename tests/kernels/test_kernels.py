@@ -67,7 +67,7 @@ def interpreted(case: Case) -> Any:
     return changed if case.changes else into_results
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("case", [case for case in ALL if case.op != "gather_rows"], ids=str)
 def test_triton_kernel_equals_the_reference(case: Case) -> None:
     pytest.importorskip("triton")
@@ -105,7 +105,7 @@ def test_sums_of_planes_are_added_up_before_they_overflow() -> None:
     assert all(planes.STEP % tile.inner == 0 for tile in planes.TUNER.tiles)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.full
 @pytest.mark.parametrize("ring", [RING64, RING32], ids=str)
 @pytest.mark.parametrize("shape", [(1, 3, 5, 7), (2, 70, 150, 33), (1, 130, 9, 20)], ids=str)
 def test_products_of_planes(shape: tuple[int, ...], ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,6 +128,7 @@ def test_products_of_planes(shape: tuple[int, ...], ring: Ring, monkeypatch: pyt
             assert torch.equal(made.cpu(), 2 * want)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("rows", "inner", "columns"), [(1, 33, 70), (8, 130, 5), (9, 150, 40), (40, 7, 3)])
 @pytest.mark.parametrize("bits", [16, 8])
 def test_products_with_narrow_weights(

@@ -62,11 +62,13 @@ def printed(code: str) -> list[int]:
     return [int(number) for number in made.stdout.split()]
 
 
+@pytest.mark.full
 def test_freed_tensors_are_used_again() -> None:
     """Once the heap has settled, ten tensors of 96 MB cost less than one mapped anew: 24,576 faults of 4 kB."""
     assert printed(CODE)[0] < 24_576
 
 
+@pytest.mark.full
 def test_threads_that_ended_give_their_memory_back() -> None:
     """Sixteen threads with 32 MB each: what they freed stays for the next ones, until it is given back.
 

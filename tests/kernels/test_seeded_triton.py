@@ -50,7 +50,7 @@ def drawn_and_whole(ring: Ring, lines: int, width: int, turned: bool) -> list[tu
     return [(each.t(), held.t()) if turned else (each, held) for each, held in every]
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("ring", [RING64, RING32], ids=str)
 @pytest.mark.parametrize("turned", [False, True], ids=("rows", "turned"))
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -68,7 +68,7 @@ def test_products(size: tuple[int, int, int], turned: bool, ring: Ring, monkeypa
         assert torch.equal(module("seeded_triton").made(mask), whole)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.full
 @pytest.mark.parametrize("tile", range(4))
 @pytest.mark.parametrize("turned", [False, True], ids=("rows", "turned"))
 def test_every_tile_adds_up_the_same(
@@ -83,7 +83,7 @@ def test_every_tile_adds_up_the_same(
     assert torch.equal(matmul.pair(x, mask, z, other), reference.ring_matmul_pair(x, whole, z, beside))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.full
 @pytest.mark.parametrize("ring", [RING64, RING32], ids=str)
 @pytest.mark.parametrize("turned", [False, True], ids=("rows", "turned"))
 @pytest.mark.parametrize("inner", [16, 21])

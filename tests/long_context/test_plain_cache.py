@@ -206,6 +206,7 @@ def test_nothing_left_out_is_the_full_cache_exactly(padded: int) -> None:
 
 
 # -- what transformers does with a cache ------------------------------------------------------------------------
+@pytest.mark.full
 def test_generate_greedily_and_with_beams() -> None:
     """generate() makes what a loop makes; beams move rows about."""
     model, (text, mask) = built("llama"), text_of()

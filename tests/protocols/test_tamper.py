@@ -136,6 +136,7 @@ def bits_of(nbytes: int, number: int) -> tuple[int, ...]:
     return ((number * 37 + 5) % (8 * nbytes), 8 * nbytes - 1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ring", RINGS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_one_flipped_bit_of_any_message(case: Case, ring: int) -> None:

@@ -171,7 +171,7 @@ def an_error_in_any_function(*files: str, first: int = 0, every: int = 1) -> Non
     assert sum(fault.raised for fault in faults) > 0.8 * len(places), "not all parties call all functions"
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.full
 @pytest.mark.parametrize("first", range(6))
 def test_an_error_in_any_function_of_a_recorder(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "threads", lambda seconds: 3)

@@ -307,6 +307,7 @@ def small_llama(layers: int = 2) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("settings", [{}, {"weights_at_rest": "seeds", "prg": "chacha20"}], ids=("resident", "seeds"))
 def test_a_model_is_repeated_layer_by_layer(settings: dict[str, Any], met: list[ProgramCache]) -> None:
     """A graph reads the weights with which it was captured, so layers that are alike have one each. (Calibrated ones
@@ -360,7 +361,7 @@ def matrices(program: Any) -> list[Tensor]:
     return [x for x in constants(program) if x.dim() == 2 and not isinstance(x, SeededTensor)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.full
 @pytest.mark.parametrize("sweep", [graph_recorder.SWEEP, 0])
 def test_chunks_of_a_prompt_are_repeated(sweep: int, met: list[ProgramCache], monkeypatch: pytest.MonkeyPatch) -> None:
     """Full ones, whatever the prompt's length; also where memory is freed at once that the step holds no more."""
@@ -380,7 +381,7 @@ def test_chunks_of_a_prompt_are_repeated(sweep: int, met: list[ProgramCache], mo
     assert (len(found[0][0]), found[0][1]) == (3, 0), "layers, the norm after them and the head"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.full
 @pytest.mark.parametrize("settings", [{}, {"weights_at_rest": "seeds", "prg": "chacha20"}], ids=("resident", "seeds"))
 def test_layers_share_a_recording_and_its_memory(settings: dict[str, Any], met: list[ProgramCache]) -> None:
     """One is recorded; others are bound to it and checked. All programs begin at the same place of one memory."""
@@ -401,6 +402,7 @@ def test_layers_share_a_recording_and_its_memory(settings: dict[str, Any], met: 
         assert sum(map(len, each._pools[0].blocks)) < 2 * max(taken)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("apart", [False, True])
 def test_parties_of_a_process_compute_layers_together(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for those that one of them cannot repeat: what it calls there, the others never do."""

@@ -20,7 +20,7 @@ from tests.hf import images
 SMALL = PrivateConfig(ring=32, frac_bits=10)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["resnet-basic", "mobilenet_v2", "small-resnet", "lenet5"])
 @pytest.mark.parametrize("ring", [64, 32])
 def test_known_ranges_make_comparisons_shorter_and_answers_no_worse(name: str, ring: int) -> None:

@@ -197,7 +197,7 @@ def test_only_what_waits_for_its_norm_is_held() -> None:
         sink("model.layers.1.input_layernorm.weight", torch.full((64,), torch.nan))
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("name", ["llama", "opt", "gpt2", "stablelm", "cohere"])
 @pytest.mark.parametrize("settings", [{}, {"protocol": "quad"}, {"weights_at_rest": "seeds"}, {"adder": "keys"}])
 def test_private_logits_and_weights_of_the_model(name: str, settings: dict[str, object]) -> None:

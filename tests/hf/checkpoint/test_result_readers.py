@@ -106,7 +106,7 @@ def test_where_nothing_is_narrow_the_hint_changes_nothing(config: PrivateConfig)
     assert float((logits - before).abs().max()) <= 2 * LOGIT_ERROR
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.full
 @pytest.mark.parametrize("weights", ["secret", "public"])
 def test_repeated_steps_give_the_same(weights: str) -> None:
     """Programs of steps with narrow values, against Python: bit for bit, since masks are the same."""
@@ -123,6 +123,7 @@ def test_repeated_steps_give_the_same(weights: str) -> None:
     assert torch.equal(answers[0], truth)
 
 
+@pytest.mark.full
 def test_a_prompt_of_one_token_goes_through_repeated_layers() -> None:
     """Whatever ranges its layers have, what attention gives has the bits of later steps."""
     model = tiny.build("llama")

@@ -67,6 +67,7 @@ def test_bytes_and_rounds_are_those_of_one_parallel_session(
     assert both.by_op() == one.by_op()
 
 
+@pytest.mark.full
 def test_all_role_assignments_use_all_links_alike(plaintext: PreTrainedModel) -> None:
     rows = IDS.repeat(2, 1)[:6]
     with patch(plaintext, replace(TRIO, parallel_sessions=len(assignments(3)), rotate_roles=True)) as model:
@@ -77,6 +78,7 @@ def test_all_role_assignments_use_all_links_alike(plaintext: PreTrainedModel) ->
     assert len({count for (a, b), count in sent.items() if CLIENT in (a, b)}) == 2  # to the client, from the client
 
 
+@pytest.mark.full
 def test_generation_keeps_every_row_in_its_parallel_session(plaintext: PreTrainedModel, two: PreTrainedModel) -> None:
     how = {"max_new_tokens": 3, "pad_token_id": 0}
     assert torch.equal(two.generate(IDS, do_sample=False, **how), plaintext.generate(IDS, do_sample=False, **how))
@@ -85,12 +87,14 @@ def test_generation_keeps_every_row_in_its_parallel_session(plaintext: PreTraine
     assert torch.equal(two.generate(IDS[:1], do_sample=False, **how), plaintext.generate(IDS[:1], **how))
 
 
+@pytest.mark.full
 def test_beams_of_a_prompt_share_a_parallel_session(plaintext: PreTrainedModel, two: PreTrainedModel) -> None:
     how = {"max_new_tokens": 4, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
     for rows in (IDS, IDS[:3]):
         assert torch.equal(two.generate(rows, **how), plaintext.generate(rows, **how))
 
 
+@pytest.mark.full
 def test_an_encoder_output_stays_where_it_was_made() -> None:
     plain = tiny.build("t5")
     how = {"max_new_tokens": 3, "do_sample": False}

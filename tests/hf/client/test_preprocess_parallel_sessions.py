@@ -32,7 +32,7 @@ SETTINGS = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.full
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("family", ["opt", "t5"])
 def test_generate_gives_the_same_tokens_while_every_helper_is_silent(name: str, family: str) -> None:
@@ -135,6 +135,7 @@ def test_planned_calls_of_several_threads_are_made_in_turn() -> None:
     assert max(errors) < LOGIT_ERROR
 
 
+@pytest.mark.full
 def test_a_plan_that_was_thrown_away_leaves_the_sessions_as_before() -> None:
     model = tiny.build("opt")
     with patch(model, TWO) as private:

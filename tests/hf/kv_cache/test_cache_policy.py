@@ -196,7 +196,7 @@ def _steps(config: PrivateConfig, count: int) -> list[tuple[int, dict[str, int]]
     return made
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.full
 @pytest.mark.parametrize("protocol", ["trio", "dealer"])
 def test_late_steps_cost_the_same_to_the_byte(protocol: str) -> None:
     """The padding of the first row is evicted with the first steps; then every step sees as much as the last."""
@@ -208,6 +208,7 @@ def test_late_steps_cost_the_same_to_the_byte(protocol: str) -> None:
     assert steps[-1][0] < growing[1]
 
 
+@pytest.mark.full
 def test_an_estimate_knows_the_policy() -> None:
     """Bytes are those of the run; the memory of the cache is that of the window."""
     model = tiny.build("llama")
@@ -230,6 +231,7 @@ def test_preprocessed_calls_evict_too() -> None:
         assert torch.equal(private.generate(**BATCH, **asked), windowed(tiny.build("llama")).generate(**BATCH, **asked))
 
 
+@pytest.mark.full
 def test_parallel_sessions_evict_for_themselves() -> None:
     asked = {"max_new_tokens": 4, "do_sample": False}
     with patch(tiny.build("llama"), replace(CONFIGS["trio"], parallel_sessions=2)) as private:

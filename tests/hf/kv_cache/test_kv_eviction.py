@@ -243,6 +243,7 @@ def test_preprocessed_calls_are_refused() -> None:
         ahead()
 
 
+@pytest.mark.full
 def test_with_heads_and_neurons_left_out_under_four_parties(tmp_path: Path) -> None:
     """Comet, MPCache and quad in one configuration; with all heads predicted it is the executor's answer."""
     model, policy = sparse("llama"), replace(MPCACHE, shared_layers=1)
@@ -304,7 +305,7 @@ def test_transcripts_of_two_prompts_are_equal(protocol: str, gather: str, monkey
     assert seen[0] == seen[1]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.full
 @pytest.mark.parametrize("policy", ["once", "scores", "shuffled"])
 def test_an_estimate_knows_what_is_sent(policy: str) -> None:
     model, config = tiny.build("llama"), replace(TRIO, kv_cache=POLICIES[policy])

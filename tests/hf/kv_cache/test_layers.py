@@ -80,7 +80,7 @@ def answers(make: Callable[[], PreTrainedModel], **settings: Any) -> tuple[list[
     return found, cost.bytes_total, cost.rounds
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("make", "settings", "threads"),
     [
@@ -101,6 +101,7 @@ def test_layers_are_repeated_around_attention(
     assert answers(make, **settings, replay=False)[1:] == (sent, rounds)
 
 
+@pytest.mark.full
 def test_a_layer_that_asks_for_the_length_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = LlamaAttention.forward
 
@@ -126,6 +127,7 @@ def test_a_prompt_of_one_token_leaves_steps_their_programs(monkeypatch: pytest.M
     assert not counted.refused
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("make", [llama, opt])
 def test_masked_steps_are_repeated_with_the_mask_of_each(
     make: Callable[[], PreTrainedModel], monkeypatch: pytest.MonkeyPatch

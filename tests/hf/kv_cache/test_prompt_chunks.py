@@ -160,6 +160,7 @@ class _Largest(TorchDispatchMode):
         return made
 
 
+@pytest.mark.full
 def test_the_largest_tensor_grows_with_the_prompt_not_with_its_square() -> None:
     config = tiny.build("llama", max_position_embeddings=4096, num_hidden_layers=1).config
     found = {}

@@ -240,6 +240,7 @@ def limited(model: tr.PreTrainedModel, present: Tensor) -> Iterator[None]:
         del each.forward
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "config", [PLAIN, TRIO, replace(TRIO, weights="public"), replace(TRIO, weights_at_rest="seeds")]
 )

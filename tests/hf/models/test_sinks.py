@@ -56,7 +56,7 @@ def test_clamps_matter() -> None:
         assert worst(private(**BATCH).logits, model(**BATCH).logits, MASK) < LOGIT_ERROR
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
 def test_estimates_are_real_runs(name: str) -> None:
     """Shapes alone say what is sent: sinks, routers, latents and experts run without values, too."""

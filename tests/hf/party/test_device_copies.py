@@ -154,7 +154,7 @@ def copies(settings: dict[str, Any], number: int, steps: Sequence[int]) -> list[
     return found
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize(("protocol", "number"), [("trio", 0), ("trio", 1), ("trio", 2), ("dealer", 1)])
 def test_a_step_copies_to_the_gpu_only_what_its_mask_says(protocol: str, number: int, gpu: FakeTensorMode) -> None:

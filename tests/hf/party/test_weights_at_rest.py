@@ -66,6 +66,7 @@ def test_the_same_bits(name: str, protocol: str) -> None:
     assert seeds[1:] == resident[1:]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("same_entropy")
 @pytest.mark.parametrize(
     "settings", [{"ring": 32, "frac_bits": 10}, {"protocol": "dealer", "matmul": "remask"}, {"prg": "chacha20"}]
@@ -243,7 +244,7 @@ def test_a_plan_counts_what_seeds_leave(tmp_path: Path) -> None:
         patch(model, dataclasses.replace(config, weights_at_rest="resident"))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.full
 @pytest.mark.skipif(not aes.usable(), reason="masks are made by OpenSSL here, which is no step")
 @pytest.mark.parametrize("protocol", ["trio", "dealer"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

@@ -94,6 +94,7 @@ def opened(found: Any) -> Tensor:
     return logits
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("change", [ResetCache(1), CopyCache(2, 1), CropCache(1, 100)])
 def test_a_change_of_a_cache_before_a_shared_pass_harms_nobody(start: Start, change: CacheEdit) -> None:
     running = start(timeout_s=120.0)  # the first pass compiles kernels, in parties that wait for each other

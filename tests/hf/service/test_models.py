@@ -22,6 +22,7 @@ def plain() -> dict[str, Any]:
     return {name: tiny.build(name) for name in ("llama", "bert", "t5", "opt")}
 
 
+@pytest.mark.full
 def test_several_models_at_the_same_time(start: Start, plain: dict[str, Any]) -> None:
     running = start(models=("llama", "bert", "t5"))
     found: dict[str, Any] = {}
@@ -56,6 +57,7 @@ def test_a_model_that_is_not_there(start: Start, shares: Any) -> None:
         running.model(name="opt")
 
 
+@pytest.mark.full
 def test_every_way_of_generating_beside_another_session(start: Start, plain: dict[str, Any]) -> None:
     running = start()
     ids, llama = ids_of(3), plain["llama"]
@@ -85,6 +87,7 @@ def test_every_way_of_generating_beside_another_session(start: Start, plain: dic
             thread.join()
 
 
+@pytest.mark.full
 def test_a_session_without_calls_ends(start: Start, plain: dict[str, Any]) -> None:
     running = start(idle_s=1.0)
     with running.model() as model:

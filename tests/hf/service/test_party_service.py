@@ -68,6 +68,7 @@ def test_sessions_at_the_same_time_get_their_own_text(start: Start, plain: Any, 
     assert not running.services[1]._models[next(iter(running.services[1]._models))].state.positions(models[0].parties)
 
 
+@pytest.mark.full
 def test_a_session_alone_costs_what_it_costs_without_a_service(start: Start, tiny_folder: Path) -> None:
     from private_llm_hf import AutoPrivateModelForCausalLM
 
@@ -153,6 +154,7 @@ def test_clients_stand_in_line(start: Start) -> None:
         model.open_session()
 
 
+@pytest.mark.full
 def test_a_party_that_stops_is_named_and_the_others_go_on_when_it_is_back(start: Start, plain: Any) -> None:
     running = start(timeout_s=5.0)
     model = running.model()
@@ -168,7 +170,7 @@ def test_a_party_that_stops_is_named_and_the_others_go_on_when_it_is_back(start:
     model.close()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.full
 @pytest.mark.parametrize("party", [0, 2])
 def test_a_service_that_drains_lets_its_sessions_end(start: Start, plain: Any, party: int) -> None:
     running = start(drain_s=30.0, busy_wait_s=0.5)
@@ -297,6 +299,7 @@ def test_sessions_want_parties_that_outlive_them() -> None:
             private.reconnect()
 
 
+@pytest.mark.full
 def test_settings_that_a_service_does_not_have(start: Start) -> None:
     running = start()
     from dataclasses import replace

@@ -123,6 +123,7 @@ TO_PARTY_0 = {
 ABORTS = ("told to run different things", "disagree on the step", "a request that is not here")
 
 
+@pytest.mark.full
 def test_a_message_that_one_party_hears_ends_in_an_abort(
     start: Start, monkeypatch: pytest.MonkeyPatch, given: list[tuple[int, str]]
 ) -> None:

@@ -73,6 +73,7 @@ def test_planned_calls_need_no_helping_party(
     assert not any(watch.downs for watch in running.watches)
 
 
+@pytest.mark.full
 def test_others_go_on_meanwhile_and_who_only_plans_comes_last(start: Start, plain: Any) -> None:
     running = start()
     with running.model() as model, model.open_session() as other:
@@ -93,6 +94,7 @@ def test_others_go_on_meanwhile_and_who_only_plans_comes_last(start: Start, plai
     assert all(facts.requests == 1 for facts in running.watches[0].passes[:1])
 
 
+@pytest.mark.full
 def test_what_is_left_goes_with_a_new_plan_and_with_the_session(start: Start, plain: Any) -> None:
     running = start()
     with running.model() as model:
@@ -120,6 +122,7 @@ def test_a_forward_of_its_own_shape(start: Start, plain: Any) -> None:
             assert (model(ids, use_cache=False).logits - plain(ids).logits).abs().max() < 1e-2
 
 
+@pytest.mark.full
 def test_a_party_that_comes_back_knows_of_no_plan(start: Start, plain: Any) -> None:
     running = start(timeout_s=5.0)
     model = running.model()
@@ -221,7 +224,7 @@ def cheats(model: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.full
 @pytest.mark.parametrize("protocol", ["trio", "quad"])
 def test_a_cheat_ends_its_own_session(start: Start, plain: Any, protocol: str) -> None:
     running = start(protocol)
@@ -235,6 +238,7 @@ def test_a_cheat_ends_its_own_session(start: Start, plain: Any, protocol: str) -
     assert not any(watch.downs for watch in running.watches)
 
 
+@pytest.mark.full
 def test_a_plan_ends_with_the_model_that_it_was_made_for(start: Start, plain: Any) -> None:
     running = start(models=("llama", "gpt2"), timeout_s=60.0)
     with running.model() as model, model.open_session() as other:
@@ -250,6 +254,7 @@ def test_a_plan_ends_with_the_model_that_it_was_made_for(start: Start, plain: An
     assert not any(watch.downs for watch in running.watches)
 
 
+@pytest.mark.full
 def test_planned_changes_of_a_cache_and_caches_of_one_number(start: Start, plain: Any) -> None:
     running = start()
     with running.model() as model, torch.no_grad():

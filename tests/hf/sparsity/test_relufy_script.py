@@ -26,6 +26,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("relufy")
 
 
+@pytest.mark.full
 def test_an_interrupted_run_ends_as_one_that_was_not(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -68,7 +68,7 @@ def test_encoders_give_the_same_states(name: str, plan: ShardingPlan) -> None:
             assert float((expected.pooler_output - found.pooler_output).abs().max()) < ERROR
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.full
 @pytest.mark.parametrize("cores", [1, 2, 64])
 def test_nodes_take_turns_where_there_are_more_of_them_than_cores(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
     """Fewer computing at a time change no number; the nodes of a split take turns with its parties."""

@@ -134,6 +134,7 @@ def test_what_a_run_refuses_the_estimate_refuses() -> None:
         estimate(type(model), model.config, split, sequence=13)
 
 
+@pytest.mark.full
 def test_a_large_model_on_many_nodes_is_counted_without_weights() -> None:
     shape = named_shape("llama-13b")
     assert shape is not None

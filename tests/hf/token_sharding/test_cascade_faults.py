@@ -45,7 +45,7 @@ class Signal:
         """Nothing to flush."""
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.full
 @pytest.mark.parametrize(("victim", "name"), [(1, r"CompNode 1 \(party 1\)"), (4, r"AttnNode \(1, 1\) \(party 4\)")])
 def test_a_process_killed_in_the_middle_of_generate(victim: int, name: str) -> None:
     before = set(parties())
@@ -154,6 +154,7 @@ def test_a_node_that_starts_late() -> None:
     assert ended.count("session 1 ended") == PLAN.nodes
 
 
+@pytest.mark.full
 def test_a_long_computation_is_not_a_stall(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CompNode that computes for longer than the timeout says that it does."""
     forward = nn.Linear.forward

@@ -135,6 +135,7 @@ def test_built_in_shapes_are_the_published_ones(name: str) -> None:
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(parameters[name], rel=0.01)
 
 
+@pytest.mark.full
 def test_a_large_model_is_counted_without_weights() -> None:
     found = named_shape("llama-7b")
     assert found is not None
@@ -198,6 +199,7 @@ def test_seconds_are_of_bits_rounds_and_products() -> None:
     assert cost.seconds(100, 2, 2) == pytest.approx(0.08 + 0.006 + 0.5)
 
 
+@pytest.mark.full
 def test_estimate_shows_what_keys_and_a_stated_network_change(run: Run, checkpoint: Path, tmp_path: Path) -> None:
     """Far away keys are chosen, and take fewer rounds; nearby, on a thin line, circuits of fewest bytes."""
     ranges = tmp_path / "ranges.json"
@@ -278,6 +280,7 @@ def test_large_models_of_products_take_no_memory_of_their_weights() -> None:
     assert found.weight_bytes == 2 * (6_738_415_616 - config.vocab_size * config.hidden_size - 65 * config.hidden_size)
 
 
+@pytest.mark.full
 def test_the_command_prices_products(run: Run) -> None:
     arguments = ("estimate", "opt-125m", "--protocol", "assisted", "--seq", "8", "--new", "3", "--gmacs", "1500")
     found = json.loads(run(*arguments, "--json"))

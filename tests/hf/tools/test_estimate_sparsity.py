@@ -99,7 +99,7 @@ def test_estimate_equals_the_ledger(
     assert found.costs.bytes_total == run.bytes_total > 0
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.full
 @pytest.mark.parametrize("name", [*RELU])
 def test_layers_are_priced_once(name: str) -> None:
     model = sparse(name)
@@ -176,6 +176,7 @@ def test_shapes_that_cannot_be_sparse_are_refused() -> None:
         PlannedSparsity(0.5, rank=10_000).applied(type(model), model.config)
 
 
+@pytest.mark.full
 def test_the_command_says_what_it_supposes() -> None:
     words = ["estimate", "gpt2", "--seq", "4", "--gmacs", "10"]
     runner = CliRunner()
@@ -198,7 +199,7 @@ def test_the_command_refuses_what_it_cannot_count(more: list[str]) -> None:
     assert "sparsity" in str(result.exception or result.output)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "settings", [{}, {"orders": "kept"}, {"levels": "noisy", "epsilon": 0.5}], ids=["fresh", "kept", "noisy"]
 )
@@ -225,6 +226,7 @@ def test_the_price_before_a_run_is_what_it_sends(settings: dict[str, Any], tmp_p
         assert (price.sparse_bytes, price.most) == (sent[0], False)
 
 
+@pytest.mark.full
 def test_the_price_counts_units_that_were_predicted(tmp_path: Path) -> None:
     """Not those that were active: a predictor that says more than there are opens more."""
     model = sparse("opt")

@@ -54,13 +54,13 @@ def check(once: Estimate, each: Estimate) -> None:
     assert [layer.name for layer in once.layers()] == [layer.name for layer in each.layers()]
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.full
 @pytest.mark.parametrize("name", sorted({*tiny.ALL} - LIKE_LLAMA))
 def test_every_family(name: str) -> None:
     check(*both(name, {}, 2 if name in tiny.DECODERS or name == "t5" else 0))
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "settings", "new"),
     [
