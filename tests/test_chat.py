@@ -81,6 +81,18 @@ def test_a_further_token_is_measured_apart() -> None:
     assert row.after["seconds"]["min"] > 0
 
 
+@pytest.mark.usefixtures("model")
+def test_a_prompt_after_a_prefix_costs_less_than_both() -> None:
+    names: list[tuple[str, tuple[int, ...]]] = [
+        ("smollm2", (1, 3)),
+        ("smollm2-prefix", (1, 8, 3)),
+        ("smollm2", (1, 11)),
+    ]
+    alone, after, both = (measure(make(*each), CONFIG, repeat=1) for each in names)
+    assert alone.bytes_total < after.bytes_total < both.bytes_total
+    assert after.error_max <= LOGIT_ERROR
+
+
 def test_padding_stands_on_the_left(model: Path) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
     batch = smollm2.chat(tokenizer, ["a b c d", "a"])

@@ -131,6 +131,7 @@ ENTRIES: dict[str, Entry] = {
     ),
     "generate": Entry(whole.generate, (1, 16, 32), (1, 4, 2), "batch x prompt tokens x new tokens"),
     "smollm2": Entry(whole.smollm2, (1, 37), (1, 3), "batch x tokens"),
+    "smollm2-prefix": Entry(whole.smollm2, (1, 512, 16), (1, 4, 3), "batch x prefix tokens x tokens"),
     "lenet": Entry(partial(layers.network, "lenet"), (16, 1, 28, 28), (1, 1, 28, 28), _IMAGE_DIMS),
     "alexnet": Entry(partial(layers.network, "alexnet"), (16, 3, 32, 32), (1, 3, 32, 32), _IMAGE_DIMS),
     "vgg16": Entry(partial(layers.network, "vgg16"), (16, 3, 32, 32), (1, 3, 32, 32), _IMAGE_DIMS),
@@ -138,7 +139,7 @@ ENTRIES: dict[str, Entry] = {
     "vgg16-imagenet": Entry(partial(layers.network, "vgg16-imagenet"), *_IMAGENET),
 }  # fmt: skip
 NAMES = tuple(ENTRIES)
-INSTALLED_APART = ("smollm2",)
+INSTALLED_APART = ("smollm2", "smollm2-prefix")
 """Works of models that are neither bundled nor made of random numbers: run only when they are named."""
 LARGE = ("resnet50", "vgg16-imagenet")
 """Works that take minutes and gigabytes: run only when they are named."""

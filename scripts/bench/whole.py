@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -103,22 +104,29 @@ def generate(shape: Shape) -> WholeWork:
 def smollm2(shape: Shape) -> WholeWork:
     """SmolLM2-135M-Instruct reads a chat's prompt; batch x tokens. A further token after it is measured apart.
 
-    The prompt is repeated or cut to the tokens asked for. Making the model raises ConfigError if it is not installed.
+    The prompt is repeated or cut to the tokens asked for. Of three sizes, batch x prefix x tokens, a prefix is read
+    once, before, and the rest goes on from a copy of its cache. Making the model raises ConfigError if it is not
+    installed.
     """
-    batch, tokens = shape
+    batch, prefix, tokens = shape if len(shape) == 3 else (shape[0], 0, shape[1])
     asked: dict[str, Any] = {}
 
     def build() -> nn.Module:
         from private_llm_hf.models import smollm2
 
-        folder = smollm2_model()
+        folder, length = smollm2_model(), prefix + tokens
         ids = smollm2.chat(tokenizer_of(folder), [CHAT_PROMPT])["input_ids"]
-        asked["ids"] = ids.repeat(batch, -(-tokens // ids.shape[1]))[:, :tokens]
+        asked["ids"] = ids.repeat(batch, -(-length // ids.shape[1]))[:, :length]
         model: nn.Module = plaintext_model(folder)
         return model
 
     def call(model: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - a private model
-        asked["out"] = model(input_ids=asked["ids"], use_cache=True)
+        from private_llm_hf.transformers_versions import CACHE
+
+        if prefix and "before" not in asked:
+            asked["before"] = model(input_ids=asked["ids"][:, :prefix], use_cache=True)[CACHE]
+        kept = {CACHE: copy.deepcopy(asked["before"])} if prefix else {}
+        asked["out"] = model(input_ids=asked["ids"][:, prefix:], **kept, use_cache=True)
         return asked["out"].logits, asked["ids"]
 
     def step(model: Any) -> None:  # noqa: ANN401 - a private model
@@ -128,7 +136,11 @@ def smollm2(shape: Shape) -> WholeWork:
         best = out.logits[:, -1:].argmax(-1)
         asked["out"] = model(input_ids=best, **{CACHE: out[CACHE]}, use_cache=True)
 
-    return WholeWork("smollm2", shape, build, call, lambda model, ids: model(input_ids=ids).logits, step=step)
+    def truth(model: Any, ids: Tensor) -> Tensor:  # noqa: ANN401 - the plaintext model
+        logits: Tensor = model(input_ids=ids).logits
+        return logits[:, prefix:]
+
+    return WholeWork("smollm2", shape, build, call, truth, step=step)
 
 
 def measure_whole(
