@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -237,6 +238,11 @@ def test_long_work_is_not_silent_in_a_log(monkeypatch: pytest.MonkeyPatch, capsy
     with output.progress_bar(2, quiet=True) as step:
         step("counting")
     assert capsys.readouterr().err == ""
+    monkeypatch.setattr(output, "QUIET_SECONDS", 0.2)
+    with output.progress_bar() as step:
+        step("a step of half a second", 0)
+        time.sleep(0.5)
+    assert "a step of half a second (0 s)" in capsys.readouterr().err.splitlines()
 
 
 def test_a_text_that_is_too_long_ends_before_parties_are_called(run: Run, checkpoint: Path) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import sys
+import threading
 import time
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
@@ -65,22 +66,34 @@ def duration(seconds: float) -> str:
 @contextmanager
 def progress_bar(total: int | None = None, quiet: bool = False) -> Iterator[Any]:
     """A bar on stderr; the yielded function takes a description and advances by one. Where stderr is no terminal, a
-    line now and then instead, so that long work is not silent in a log. On a terminal it also says when kernels are
-    compiled meanwhile, which takes longer than all else, and for which party it waits.
+    line every ten seconds instead, so that long work is not silent in a log. On a terminal it also says when kernels
+    are compiled meanwhile, which takes longer than all else, and for which party it waits.
     """
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=NOTES, transient=True, disable=quiet or not NOTES.is_terminal) as bar:
-        task, said = bar.add_task("", total=total), time.monotonic()
+    in_a_log = not quiet and not NOTES.is_terminal
+    with Progress(*columns, console=NOTES, transient=True, disable=quiet or in_a_log) as bar:
+        task, said, ended = bar.add_task("", total=total), time.monotonic(), threading.Event()
 
         def step(description: str = "", advance: int = 1) -> None:
-            nonlocal said
             bar.update(task, description=description or None, advance=advance)
-            if not quiet and not NOTES.is_terminal and time.monotonic() - said >= QUIET_SECONDS:
+            if in_a_log:
+                tell()
+
+        def tell(since: str = "") -> None:
+            nonlocal said
+            if time.monotonic() - said >= QUIET_SECONDS:
                 said, state = time.monotonic(), bar.tasks[task]
                 done = f": {state.completed:.0f} of {total}" if total is not None and state.completed else ""
-                NOTES.print(f"{state.description}{done}", highlight=False, markup=False, soft_wrap=True)
+                NOTES.print(f"{state.description}{done}{since}", highlight=False, markup=False, soft_wrap=True)
+
+        def remind() -> None:
+            while not ended.wait(QUIET_SECONDS or None):
+                tell(f" ({bar.tasks[task].elapsed or 0.0:.0f} s)")
 
         with contextlib.ExitStack() as shown:
+            if in_a_log:
+                threading.Thread(target=remind, name="reminder", daemon=True).start()
+                shown.callback(ended.set)
             for told in () if quiet else (compile_shown, waiting_told):
                 shown.enter_context(told(lambda line: step(line, 0)))
             yield step
