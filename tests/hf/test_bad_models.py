@@ -180,6 +180,8 @@ def test_unknown_loading_arguments(tmp_path: Path) -> None:
     tiny.build("opt").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"unknown argument\(s\) devise_map"):
         AutoPrivateModelForCausalLM.from_pretrained(str(tmp_path), PLAIN, devise_map="auto")
+    with pytest.raises(ConfigError, match=r"privat_config for from_pretrained \(did you mean private_config\?\)"):
+        AutoPrivateModelForCausalLM.from_pretrained(str(tmp_path), privat_config=PLAIN)
 
 
 @pytest.mark.parametrize(

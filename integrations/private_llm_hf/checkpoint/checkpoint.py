@@ -21,7 +21,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, Pr
 from transformers.utils import find_adapter_config_file
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError, PatchMismatch, PrivateLLMError, listed
+from private_llm.errors import ConfigError, PatchMismatch, PrivateLLMError, listed, meant
 from private_llm_hf.checkpoint import want_config
 from private_llm_hf.checkpoint.dense import FOREIGN, TIED, dense_model, first_line, without_quantisation
 from private_llm_hf.checkpoint.loaded import as_built
@@ -98,7 +98,8 @@ class Checkpoint:
         if unused:
             ours = [name for name in sorted(unused) if name in PrivateConfig.__dataclass_fields__]
             hint = f"; {', '.join(ours)} belongs in PrivateConfig(...), the second argument" if ours else ""
-            raise ConfigError(f"unknown argument(s) {', '.join(sorted(unused))} for from_pretrained{hint}")
+            near = meant(unused, {"private_config", "ranges", "start", *_DOWNLOAD, *_LOADING, *config.to_dict()})
+            raise ConfigError(f"unknown argument(s) {', '.join(sorted(unused))} for from_pretrained{hint or near}")
         return self._plain_config(config)
 
     def settled(self, model_class: type[PreTrainedModel], config: PretrainedConfig) -> PretrainedConfig:
