@@ -15,6 +15,7 @@ unset PYTHONDONTWRITEBYTECODE
 # Counted before OMP_NUM_THREADS is set, because nproc would answer with that.
 workers="$(env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)"
 [ "$workers" -gt 4 ] && workers=4
+workers=$((workers + 1)) # a third of the time tests wait: for time-outs, and for processes to start
 # Every test process runs three parties as threads already; more threads only get in each other's way.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # Hundreds of short-lived parties are threads of one test process: their freed memory stays in few heaps.
