@@ -1,6 +1,7 @@
 """Fields of a request's body; errors have OpenAI's form, and repeat no value: it may be a secret."""
 
 import json
+import math
 import re
 from collections.abc import Collection, Mapping
 from itertools import islice
@@ -67,7 +68,7 @@ def body_of(raw: bytes) -> dict[str, Any]:
         if sum(1 for _ in islice(_PART.finditer(text), _MOST_VALUES + 1)) > _MOST_VALUES:  # would hold up everybody
             told = f"the body has more than {_MOST_VALUES} texts, lists, objects and commas"
             raise ApiError(400, told, code="invalid_value")
-        found = json.loads(text, parse_constant=_no_number)
+        found = json.loads(text, parse_constant=_no_number, parse_float=_finite)
         if any(each["lone"] for each in _ESCAPE.finditer(text)):  # no text has lone surrogates: no tokenizer takes them
             raise ValueError("a lone surrogate")
     except (ValueError, RecursionError):
@@ -79,6 +80,11 @@ def body_of(raw: bytes) -> dict[str, Any]:
 
 def _no_number(name: str) -> float:
     raise ValueError(f"got {name}; want a JSON number")
+
+
+def _finite(text: str) -> float:
+    """Others, as 1e400, could not be sent back as JSON."""
+    return float(text) if math.isfinite(float(text)) else _no_number(text)
 
 
 def refuse_unsupported(body: Mapping[str, Any], place: str, alright: tuple[str, ...] = ()) -> None:

@@ -170,6 +170,12 @@ def test_bodies_that_are_no_requests_are_never_422(gateway: Gateway, body: bytes
         assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
+def test_numbers_beyond_floats_never_go_back(gateway: Gateway) -> None:
+    body = b'{"model": "small", "input": "a", "user": [1e400], "max_output_tokens": 1}'
+    answer = httpx.post(f"{gateway.url}/v1/responses", content=body, headers=HEADERS)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+
+
 def test_texts_that_cannot_fit_are_not_taken_apart(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Served, "encode", lambda *_: pytest.fail("it was taken apart"))
     long = "a" * 40_000
