@@ -34,6 +34,7 @@ from tests.gateway.small_gateway import PLAIN, TOKEN, Gateway, serving, tokenize
 from tests.gateway.test_decoding import pieces
 from tests.gateway.test_json_mode import HEAVY, nested
 from tests.gateway.test_types import checked
+from tests.hf.service.conftest import eventually
 
 ROUND = """{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}%s
 {{ c.id }}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}
@@ -403,6 +404,20 @@ def test_tokenizers_that_read_calls_themselves() -> None:
             made = [call["function"] for call in told.get("tool_calls", ())]
             called += [(each["name"], json.loads(each["arguments"])) for each in made]
         assert (said, called) == (content, calls)
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses"])
+def test_who_leaves_in_the_middle_of_a_call_frees_its_session(gateway: Gateway, path: str) -> None:
+    served, long = gateway.models["caller"], tool("long", {"const": {"a": "the river and " * 40}})
+    body: dict[str, Any] = {"model": "caller", "tool_choice": "required", "stream": True}
+    if path == "responses":
+        body |= {"input": "Rain?", "tools": [{"type": "function", **long["function"]}]}
+    else:
+        body |= {"messages": CHAT, "tools": [long]}
+    with httpx.stream("POST", f"{gateway.url}/v1/{path}", json=body, headers=HEADERS, timeout=60) as answer:
+        assert next(line for line in answer.iter_lines() if '"arguments":"{' in line or '"delta":"{' in line)
+        assert served.pool.in_use == 1
+    assert eventually(lambda: served.pool.in_use == 0)
 
 
 def test_answers_go_back_as_they_came(monkeypatch: pytest.MonkeyPatch) -> None:
