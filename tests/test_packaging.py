@@ -137,6 +137,8 @@ def test_the_description_stands_alone() -> None:
     (shell,) = re.findall(r"```bash\n(.*?)```", DESCRIPTION, re.DOTALL)
     named = set(re.findall(r"^private-llm (\w+)", shell, re.MULTILINE))
     assert named == {"demo", "docs"} & set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    assert "\npipx run private-llm demo " in shell
+    assert PROJECT["project"]["name"] in PROJECT["project"]["scripts"], "what pipx runs by the name of the package"
 
 
 def test_licences_are_those_of_the_bundled_files() -> None:
