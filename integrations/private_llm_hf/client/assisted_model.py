@@ -44,6 +44,7 @@ from private_llm_hf.client.costs import Costs
 from private_llm_hf.client.dropped import close_when_dropped
 from private_llm_hf.client.generation_settings import check_arguments
 from private_llm_hf.client.parties import Parties
+from private_llm_hf.client.prefix import Prefix
 from private_llm_hf.client.product_servers import ProductServers
 from private_llm_hf.client.speculation import DEFAULT_COUNTS, SpeculationConfig
 from private_llm_hf.client.speculative_loop import decoding
@@ -122,6 +123,10 @@ class AssistedModel(DraftsOfOneLength):
     def cost(self, reset: bool = False) -> Costs:
         """Bytes, rounds and multiply-adds since the last reset. Raises PartyFailed if the session is over."""
         return self.parties.costs(reset)
+
+    def prefix(self, input_ids: Tensor) -> Prefix:
+        """As `PrivateModel.prefix`; the cache is here."""
+        return Prefix(self, input_ids)
 
     def open_session(self) -> "AssistedModel":
         """Another model on a session of its own, whose calls run beside this one's; they share what is in memory here.

@@ -30,6 +30,7 @@ from private_llm_hf.client.costs import Costs
 from private_llm_hf.client.dropped import close_when_dropped
 from private_llm_hf.client.forward import ForwardCall, encode_prompt
 from private_llm_hf.client.generation_settings import as_config_errors, check_arguments, check_token_alone
+from private_llm_hf.client.prefix import Prefix
 from private_llm_hf.client.preprocess import CallPlan, Preprocessed, dry_run
 from private_llm_hf.client.session_client import PrivateCache, SessionClient, check_cache
 from private_llm_hf.client.speculation import SpeculationConfig, check_drafts
@@ -114,6 +115,10 @@ class PrivateModel:
     def extra_repr(self) -> str:
         """What `print(model)` shows in place of layers, which are not here."""
         return f"protocol={self.parties.config.protocol!r}, weights with the parties: see explain()"
+
+    def prefix(self, input_ids: torch.Tensor) -> Prefix:
+        """Read a beginning that several texts share, once; input_ids: int64 [1, n]. Raises as `Prefix`."""
+        return Prefix(self, input_ids)
 
     def preprocess(self, *plans: CallPlan) -> Preprocessed:
         """Let the helping party (party 0, the dealer, in quad party 3) do its part of future calls now.
