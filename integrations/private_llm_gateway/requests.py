@@ -72,6 +72,8 @@ def chat(models: Mapping[str, Served], body: Mapping[str, Any], most: int) -> Wa
         raise bad("top_logprobs", "want logprobs true as well")
     limit = _chat_limit(fields, served, len(prompt))
     params = _sampling_params(fields, served, limit, (top or 0) if told else None, tools)
+    if tools is None and served.thoughts:  # what is no content has special tokens around it, which are read
+        tools = Tools(())
     return _wanted(served, fields, [prompt], params, most, chat=True, logprobs=told, tools=tools)
 
 

@@ -431,7 +431,10 @@ def test_answers_go_back_as_they_came(monkeypatch: pytest.MonkeyPatch) -> None:
         cut = client.chat.completions.create(**{**asked, "max_tokens": 1}, tool_choice="required").choices[0].message
         says(monkeypatch, "<think>Rain, hm.</think>Yes.")
         thought = client.chat.completions.create(**asked).choices[0].message
+        del asked["tools"]
+        alone = client.chat.completions.create(**asked).choices[0].message
     assert (cut.content, thought.content, thought.model_extra) == (None, "Yes.", {"thinking": "Rain, hm."})
+    assert (alone.content, alone.model_extra, alone.tool_calls) == ("Yes.", {"thinking": "Rain, hm."}, None)
     for said, wanted in ((cut, "<assistant>"), (thought, "<assistant>Rain, hm.Yes.")):
         prompt = of_messages(served, Fields({"messages": [*CHAT, said.model_dump()]}))
         assert wanted in served.tokenizer.decode(prompt)
