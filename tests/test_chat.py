@@ -70,6 +70,7 @@ def test_a_chat_of_no_tokens(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert "Invalid value for '--max-new-tokens'" in capsys.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("model")
 def test_a_further_token_is_measured_apart() -> None:
     row = measure(make("smollm2", (2, 6)), CONFIG, repeat=1)

@@ -85,6 +85,7 @@ def estimated(*options: str) -> dict[str, Any]:
     return row
 
 
+@pytest.mark.full
 def test_an_estimate_shows_what_a_policy_saves() -> None:
     policy = "mpcache,gamma=0.5,least=12,recent=4,levels=4:0.5"
     full, kept = estimated(), estimated("--kv-cache", policy)

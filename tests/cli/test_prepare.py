@@ -18,6 +18,7 @@ DEMO = str(files("private_llm_hf") / "demo_model")
 ONE_SERVER = ("--protocol", "assisted", "--party-mode", "threads", "--corrections")
 
 
+@pytest.mark.full
 def test_text_with_one_server(run: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = str(tmp_path / "masks")
     made = json.loads(run("prepare", DEMO, "--corrections", folder, "--tokens", "20", "--json"))

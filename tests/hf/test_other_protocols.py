@@ -28,7 +28,7 @@ def test_generate(name: str, config: PrivateConfig) -> None:
     check_generation(name, config)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["bloom", "gemma3_text"])
 def test_generate_with_biases_and_windows(name: str) -> None:
     check_generation(name, QUAD)

@@ -90,6 +90,7 @@ def test_weights_beside_the_parties_shares_are_said_to_stay_unread(
             assert (f"The parties use shares of their own; the weights in {source} stay unread." in said) is told
 
 
+@pytest.mark.full
 def test_parties_wait_for_their_client_longer_than_the_timeout(shared: Path, config: PrivateConfig) -> None:
     patient = replace(config, timeout_s=1.2)
     with running(patient, files(shared / "one")):

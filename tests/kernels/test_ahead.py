@@ -103,6 +103,7 @@ def test_processes_compile_note_that_all_is_kept_and_end(tmp_path: Path) -> None
     assert {("waves", "cpu.placed"), ("waves", "cpu.hidden"), ("fields", "cpu.unpack_fields")} <= made
 
 
+@pytest.mark.full
 def test_processes_end_with_their_parent(tmp_path: Path) -> None:
     child = start(HELD.replace("ahead.jobs = jobs", "import time; ahead.jobs = lambda _: [(time, (1,))] * 2\n"
                                "time.compile = lambda _: time.sleep(600)"), tmp_path, "trio", "2")  # fmt: skip

@@ -112,7 +112,7 @@ def test_what_is_opened_beyond_the_count_has_the_distribution(protocol: str) -> 
         assert got[~common].sum() < 25  # 2.7 are expected
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.full
 @every
 def test_dummies_of_one_coin_agree_and_others_do_not(protocol: str) -> None:
     """Bits from 300 draws: each digit's coins are nested, and each coin is set as often as it should be."""

@@ -98,6 +98,7 @@ def test_a_device_that_would_do_nothing_is_refused(llama: PreTrainedModel, withi
         whole.half()
 
 
+@pytest.mark.full
 def test_a_compiled_model_is_the_model() -> None:
     model = tiny.build("llama")
     with patch(model, PLAIN) as private, torch.no_grad():
@@ -121,6 +122,7 @@ def warned(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixtur
     logger.propagate = before
 
 
+@pytest.mark.full
 def test_pipelines_know_private_classes(warned: pytest.LogCaptureFixture) -> None:
     folder = str(resources.files("private_llm_hf").joinpath("demo_model"))
     tokenizer = tr.AutoTokenizer.from_pretrained(folder)
@@ -139,6 +141,7 @@ def test_pipelines_know_private_classes(warned: pytest.LogCaptureFixture) -> Non
     assert "'PrivateBertForSequenceClassification' is not supported for token-classification" in warned.text
 
 
+@pytest.mark.full
 def test_no_model_type_leads_to_a_private_class(checkpoint: Path) -> None:
     with patch(tiny.build("llama"), PLAIN):
         assert type(tr.AutoModelForCausalLM.from_pretrained(checkpoint)) is tr.LlamaForCausalLM

@@ -103,6 +103,7 @@ def test_an_encoder_output_stays_where_it_was_made() -> None:
         assert torch.equal(model.generate(IDS, num_beams=2, **how), plain.generate(IDS, num_beams=2, **how))
 
 
+@pytest.mark.full
 def test_a_row_cannot_change_its_parallel_session(two: PreTrainedModel) -> None:
     cache = two(IDS, use_cache=True).past_key_values
     with pytest.raises(UnsupportedOp, match="would move to another parallel session"):

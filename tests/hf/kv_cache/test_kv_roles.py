@@ -40,6 +40,7 @@ def test_layers_with_a_window_keep_all_under_policies_that_choose_in_secret_alon
         assert [cache.role(number) for number in (0, 1)] == [(policy, 0), (kept, 1)]
 
 
+@pytest.mark.full
 def test_groups_with_windows_in_them_choose_as_in_plaintext() -> None:
     policy = replace(MPCACHE, shared_layers=5)
     assert windowed_layers(mixed().config) == {0, 3}

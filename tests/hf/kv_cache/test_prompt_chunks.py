@@ -139,6 +139,7 @@ def test_the_demo_model_writes_the_same_text() -> None:
     assert torch.equal(*texts)
 
 
+@pytest.mark.full
 def test_an_estimate_says_what_a_run_costs() -> None:
     model = tiny.build("llama")
     config = replace(TRIO, prompt_chunk=CHUNK, calibrate=False)

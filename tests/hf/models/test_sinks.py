@@ -30,7 +30,7 @@ FAMILIES = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.full
 @pytest.mark.parametrize("case", FAMILIES)
 def test_families(case: str) -> None:
     model = build(case.partition("-")[0])

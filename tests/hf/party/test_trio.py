@@ -56,7 +56,7 @@ def _books(ledger: Ledger) -> tuple[dict[object, int], ...]:
     return dict(ledger.sent), dict(ledger.rounds), dict(ledger.macs)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["opt", "llama", "bloom"])
 def test_a_whole_model(name: str) -> None:
     model = tiny.build(name)

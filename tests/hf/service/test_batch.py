@@ -221,6 +221,7 @@ def test_encoders_share_a_batch(name: str) -> None:
         assert got["range check"].tolist() == [0.0] * len(got["last_hidden_state"])
 
 
+@pytest.mark.full
 def test_the_bundled_model() -> None:
     folder = Path(private_llm_hf.__file__).parent / "demo_model"
     model = OPTForCausalLM.from_pretrained(folder, dtype=torch.float32)

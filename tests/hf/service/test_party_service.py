@@ -186,6 +186,7 @@ def test_a_service_that_drains_lets_its_sessions_end(start: Start, plain: Any, p
     assert not running.threads[party].is_alive()
 
 
+@pytest.mark.full
 def test_the_others_are_told_that_a_party_stops_in_order_and_wait_for_it(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

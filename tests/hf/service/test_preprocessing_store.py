@@ -149,7 +149,7 @@ def test_one_user_has_half_of_the_disk() -> None:
     assert [store.free_bytes(user, 1001) for user in ("eve", "bob", "")] == [51, 1, 51]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.full
 @pytest.mark.parametrize("room", [0, 10_000])
 def test_the_disk_is_bounded(start: Start, plain: Any, room: int) -> None:
     running = start(offline_bytes=room)
@@ -162,6 +162,7 @@ def test_the_disk_is_bounded(start: Start, plain: Any, room: int) -> None:
     assert not any(watch.downs for watch in running.watches)
 
 
+@pytest.mark.full
 def test_a_folder_that_cannot_be_opened_is_told_at_the_start_and_ends_who_plans_alone(start: Start, plain: Any) -> None:
     running = start()
     settings, nowhere = running.services[2].settings, "/nowhere/at/all"

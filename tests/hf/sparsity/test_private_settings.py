@@ -56,7 +56,7 @@ def test_what_does_not_go_with_it_is_said(tmp_path: Path) -> None:
         assert private.generate(torch.ones(1, 5, dtype=torch.long), max_new_tokens=2).shape == (1, 7)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["opt", "t5"])
 def test_an_order_serves_as_many_positions_as_was_said(name: str, tmp_path: Path) -> None:
     """T5: nine of the encoder and five of the decoder, in two rows."""

@@ -200,6 +200,7 @@ def test_a_shortened_model_keeps_what_belongs_to_its_layers() -> None:
     assert {name for name in names if cut.belongs_before(name)} == {n for n in names if n.startswith("model.layers.0.")}
 
 
+@pytest.mark.full
 def test_loading_warns_of_attacks_beyond_searches() -> None:
     """Decoders and encoders, with and without a split; whoever accepts weakness has read it."""
     plan = ShardingPlan(3, 3, 1)

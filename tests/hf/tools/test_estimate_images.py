@@ -45,6 +45,7 @@ def test_vgg16_as_published() -> None:
     both(images.lively(images.vgg16()), images.images(shape, 1), PrivateConfig(timeout_s=60, **SMALL))  # type: ignore[arg-type]
 
 
+@pytest.mark.full
 def test_resnet18_as_published() -> None:
     """Full widths, an image of 32 x 32."""
     found = named_shape("resnet-18")

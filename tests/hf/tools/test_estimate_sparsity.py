@@ -74,7 +74,7 @@ def sent(costs: Costs) -> list[dict[str, dict[object, int]]]:
     return [{"sent": dict(ledger.sent), "rounds": dict(ledger.rounds)} for ledger in costs.ledgers]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "planned", "settings", "new"),
     [
