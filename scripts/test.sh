@@ -15,7 +15,6 @@ unset PYTHONDONTWRITEBYTECODE
 # Counted before OMP_NUM_THREADS is set, because nproc would answer with that.
 workers="$(env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)"
 [ "$workers" -gt 4 ] && workers=4
-workers=$((workers + 1)) # a third of the time tests wait: for time-outs, and for processes to start
 # Every test process runs three parties as threads already; more threads only get in each other's way.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # Hundreds of short-lived parties are threads of one test process: their freed memory stays in few heaps.
@@ -36,6 +35,8 @@ fi
 "$bin/ruff" check .
 "$bin/ruff" format --check .
 "$bin/mypy"
+# Tests of the gate wait a third of their time, for time-outs and for processes to start; others may need much memory.
+[ $# -eq 0 ] && workers=$((workers + 1))
 tests "$@"
 if [ "${1:-}" = --all ]; then
   "$bin/python" scripts/studies/check_bars.py
