@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -124,8 +123,8 @@ def smollm2(shape: Shape) -> WholeWork:
         from private_llm_hf.transformers_versions import CACHE
 
         if prefix and "before" not in asked:
-            asked["before"] = model(input_ids=asked["ids"][:, :prefix], use_cache=True)[CACHE]
-        kept = {CACHE: copy.deepcopy(asked["before"])} if prefix else {}
+            asked["before"] = model.prefix(asked["ids"][:1, :prefix]).before
+        kept = {CACHE: asked["before"](asked["ids"])} if prefix else {}
         asked["out"] = model(input_ids=asked["ids"][:, prefix:], **kept, use_cache=True)
         return asked["out"].logits, asked["ids"]
 
