@@ -84,7 +84,9 @@ def progress_bar(total: int | None = None, quiet: bool = False) -> Iterator[Any]
             if time.monotonic() - said >= QUIET_SECONDS:
                 said, state = time.monotonic(), bar.tasks[task]
                 done = f": {state.completed:.0f} of {total}" if total is not None and state.completed else ""
-                NOTES.print(f"{state.description}{done}{since}", highlight=False, markup=False, soft_wrap=True)
+                NOTES.print(
+                    f"{state.description or 'working'}{done}{since}", highlight=False, markup=False, soft_wrap=True
+                )
 
         def remind() -> None:
             while not ended.wait(QUIET_SECONDS or None):
