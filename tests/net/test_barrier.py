@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 
@@ -98,17 +99,19 @@ def test_the_end_of_a_session_and_silence_are_errors() -> None:
 
 def test_who_waits_at_a_barrier_is_not_the_silent_one() -> None:
     mesh = LocalMesh(3, timeout=0.6)
-    end = mesh.transport(1).barrier_end()
-    assert end is not None
+    found = mesh.transport(1).barrier_end()
+    assert found is not None
+    end = replace(found, timeout=60.0)  # so that the client gives up first
+    end.barrier.arrive(0, ("a", 1), 0)
 
     def wait() -> None:
-        time.sleep(0.1)  # so that the client gives up first
         with contextlib.suppress(PartyFailed):
             end.wait(("a", 1), 0, list)
 
     waits = threading.Thread(target=wait)
     waits.start()
-    end.barrier.arrive(0, ("a", 1), 0)
+    while 1 not in mesh.waiting:
+        time.sleep(0.01)
     with pytest.raises(PartyFailed, match=r"party 2 was silent for 0\.6 s, while a message of party 1 was awaited"):
         mesh.transport(CLIENT).recv_bytes(1, "control", 10)
     waits.join(10)
